@@ -38,7 +38,7 @@ from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import console
 from pannier.client.restore.load_result import LoadResult
-from pannier.client.restore.local_copies import LocalCopies
+from pannier.client.restore.load_sharing import LoadSharing
 from pannier.client.save_factory import configure, default_settings, raise_unretrieved
 from pannier.client.staging.optimizer_guard import Guard
 from pannier.common.save_interval import Advice
@@ -233,7 +233,7 @@ def load(
         no_dist=no_dist,
         verify=verify,
         before=raise_unretrieved,
-        locate=LocalCopies(default_settings).locate,
+        sharing=LoadSharing(default_settings),
     )
 
 

@@ -30,7 +30,7 @@ from pannier.client.messages import wait_log
 from pannier.client.messages.call_errors import at_call
 from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import LoadResult
-from pannier.client.restore.local_copies import LocalCopies
+from pannier.client.restore.load_sharing import LoadSharing
 from pannier.client.save_call import SaveCall
 from pannier.client.save_factory import SaveFactory
 from pannier.client.staging.optimizer_guard import Guard, Guards
@@ -293,7 +293,7 @@ class Client:
             state_dict,
             storage_reader,
             before=self._factory.saves.errors.raise_all,
-            locate=LocalCopies(lambda: self.settings).locate,
+            sharing=LoadSharing(lambda: self.settings),
             reporting=LoadReporter(lambda: self.settings).reporting,
             **arguments,
         )

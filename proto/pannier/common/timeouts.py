@@ -138,6 +138,16 @@ LOAD_REPORT_AGAIN_S: Final = 1.0 * SCALE
 """After a stream of reports that broke."""
 LOAD_REPORT_END_S: Final = 0.25 * SCALE
 """How long a load that has ended waits for the sidecar to take that report."""
+FETCH_POLL_S: Final = 0.25 * SCALE
+"""Between two looks whether a block that a load waits for is still on its way."""
+FETCH_STALL_S: Final = 3.0 * SCALE
+"""A sidecar that shows no sign of life for so long while it fetches blocks: they are read from storage, too."""
+FETCH_SLOW_S: Final = 30.0 * SCALE
+"""The same for one block, from a sidecar that does."""
+FETCH_LAST_S: Final = 60.0 * SCALE
+"""For such a block, when storage can't be read either."""
+FETCH_CLOSE_S: Final = 2.0 * SCALE
+"""For the stream of fetched blocks to end with its load."""
 
 # The sidecar's ingest and spool
 

@@ -20,6 +20,8 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from pannier.client.staging import archives
 from pannier.wire.errors import IntegrityError, StorageError
@@ -163,6 +165,22 @@ def expect(dtype: torch.dtype, shape: torch.Size, length: int) -> Expected | Non
         step *= max(size, 1)
     tensor = PlainTensor(dtype, tuple(shape), tuple(reversed(strides)), len(archive.head))
     return Expected(tensor, archive.head, archive.tail[-_END_BYTES:])
+
+
+def expect_item(metadata: Metadata, length: int, item: ReadItem) -> Expected | None:
+    """The archive that this torch writes for an item's stored tensor; None when it isn't ``length`` bytes long."""
+    stored = metadata.state_dict_metadata.get(item.storage_index.fqn)
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    at, chunks = item.storage_index, stored.chunks
+    number = at.index or 0
+    if number >= len(chunks) or chunks[number].offsets != at.offset:
+        # It is only a hint.
+        number = next((n for n, each in enumerate(chunks) if each.offsets == at.offset), -1)
+    dtype, shape = stored.properties.dtype, chunks[number].sizes if number >= 0 else None
+    if not isinstance(shape, torch.Size) or not isinstance(dtype, torch.dtype):
+        return None
+    return expect(dtype, shape, length)
 
 
 def find_tensor(

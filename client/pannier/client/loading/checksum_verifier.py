@@ -7,13 +7,14 @@ that the rank doesn't need. Blocking; for one load of one rank.
 
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Final
 
 import crc32c
 
 from pannier.client.loading.filesystem import MissingError, StorageDir
-from pannier.client.loading.range_reader import PIECE_BYTES, KeyIndex, Range, Read
+from pannier.client.loading.range_reader import PIECE_BYTES, KeyIndex, Range, Read, in_parallel
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, StorageError
@@ -93,6 +94,29 @@ class Receipts:
                 f"{self._directory.url}/{name} has {size} bytes, saved were {file.size}; {_ADVICE}"
             )
         return file
+
+    def recorded(self, names: Iterable[str], *, threads: int) -> dict[str, records_pb2.DataFile]:
+        """The receipts of data files, by name; without those that can't be read, which is logged."""
+        prefix = object_names.data_prefix(self._attempt)[:-1]
+        owners: defaultdict[int, list[str]] = defaultdict(list)
+        for name in names:
+            if (match := _OWNER.fullmatch(name.removeprefix(prefix))) is not None:
+                owners[int(match[1])].append(name)
+
+        def read(rank: int) -> dict[str, records_pb2.DataFile]:
+            try:
+                return self._files_of(rank)
+            except (StorageError, IntegrityError) as error:
+                _log.info("%s", error)
+                return {}
+
+        found = in_parallel(read, list(owners), threads=threads)
+        return {
+            name: files[name]
+            for files, names in zip(found, owners.values(), strict=True)
+            for name in names
+            if name in files
+        }
 
     def _files_of(self, rank: int) -> dict[str, records_pb2.DataFile]:
         if rank not in self._known:

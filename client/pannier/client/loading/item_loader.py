@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+import numpy as np
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from pannier.client import torch_compat
@@ -86,6 +87,8 @@ class ItemLoader:
             for name in _TARGETS
         )
         self._targets = TargetMemory()
+        self._unproven: dict[Range, Expected] = {}
+        """Archives whose first bytes are read and compared with the others: requests of their own would take long."""
         self._copies: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         """Items, targets and sources, to be copied together."""
 
@@ -115,29 +118,16 @@ class ItemLoader:
             return read
 
         sources = self._sources
+        expected = archive_layout.expect_item(self._metadata, source.length, item)
+        if expected is not None and sources.is_shared(source.file):
+            self._unproven[source] = expected
+            return expected.tensor
         try:
             return archive_layout.find_tensor(
-                reading(sources.read_into),
-                source.length,
-                self._expected(source, item),
-                reading(sources.peek),
+                reading(sources.read_into), source.length, expected, reading(sources.peek)
             )
         except IntegrityError as error:
             raise self._unreadable(source, item, error) from error
-
-    def _expected(self, source: Range, item: ReadItem) -> Expected | None:
-        stored = self._metadata.state_dict_metadata.get(item.storage_index.fqn)
-        if not isinstance(stored, TensorStorageMetadata):
-            return None
-        at, chunks = item.storage_index, stored.chunks
-        number = at.index or 0
-        if number >= len(chunks) or chunks[number].offsets != at.offset:
-            # It is only a hint.
-            number = next((n for n, each in enumerate(chunks) if each.offsets == at.offset), -1)
-        dtype, shape = stored.properties.dtype, chunks[number].sizes if number >= 0 else None
-        if not isinstance(shape, torch.Size) or not isinstance(dtype, torch.dtype):
-            return None
-        return archive_layout.expect(dtype, shape, source.length)
 
     def reads(
         self, items: Mapping[Range, Sequence[ReadItem]], tensors: Mapping[Range, PlainTensor | None]
@@ -155,9 +145,9 @@ class ItemLoader:
             elif self._in_turn:
                 for item in held:
                     yield None
-                    yield from self._reads_of(source, tensor, [item])
+                    yield from self._tensor_reads(source, tensor, [item])
             else:
-                yield from self._reads_of(source, tensor, held)
+                yield from self._tensor_reads(source, tensor, held)
 
     def _user_of_archive(
         self, source: Range, items: Sequence[ReadItem]
@@ -171,16 +161,57 @@ class ItemLoader:
                     self._targets.add(targets[number])
         return lambda content: self._load(source, content, items, targets)
 
-    def _reads_of(
+    def _tensor_reads(
         self, source: Range, tensor: PlainTensor, items: Sequence[ReadItem]
     ) -> Iterator[Read | None]:
-        """The reads of the parts of a tensor; each byte is read once, also if parts lie side by side."""
+        targets: dict[int, torch.Tensor] = {}
+        reads = self._reads_of(source, tensor, items, targets)
+        expected = self._unproven.get(source)
+        if expected is None:
+            yield from reads
+            return
+        head = bytearray(len(expected.head))
+        place = Range(source.file, source.offset, len(head))
+        yield Read(place, lambda _: None, memoryview(head))
+        # One behind: whether a read is the last one shows when there is no other.
+        waiting: list[Read | None] = []
+        for each in reads:
+            yield from (each and _if_equal(head, expected.head, each) for each in waiting)
+            waiting = [each]
+
+        def load_unexpected() -> None:
+            self._load_unexpected(source, items, targets)
+
+        yield from (
+            each and _if_equal(head, expected.head, each, load_unexpected) for each in waiting
+        )
+
+    def _load_unexpected(
+        self, source: Range, items: Sequence[ReadItem], targets: Mapping[int, torch.Tensor]
+    ) -> None:
+        """An archive of another layout, though of the same length; nothing of it was committed."""
+        content = np.empty(source.length, np.uint8).data
+        self._sources.read_into(source.file, source.offset, content)
+        self._load(source, content, items, targets)
+
+    def _reads_of(
+        self,
+        source: Range,
+        tensor: PlainTensor,
+        items: Sequence[ReadItem],
+        targets: dict[int, torch.Tensor],
+    ) -> Iterator[Read | None]:
+        """The reads of the parts of a tensor; each byte is read once, also if parts lie side by side.
+
+        Puts the items' targets into ``targets``, by their position.
+        """
         parts = [
             _Part(
                 item, self._part(source, tensor, item), self._planner.resolve_tensor(item).detach()
             )
             for item in items
         ]
+        targets.update(enumerate(part.target for part in parts))
         for part in parts:
             self._check(part.item, part.target, part.stored.dtype, part.stored.shape)
         if sum(part.stored.span for part in parts) > tensor.span:
@@ -306,7 +337,9 @@ class ItemLoader:
 
         if not self.is_large(source, (item,)):
             try:
-                found = archive_layout.find_in(content, self._expected(source, item))
+                found = archive_layout.find_in(
+                    content, archive_layout.expect_item(self._metadata, source.length, item)
+                )
             except IntegrityError as error:
                 raise self._unreadable(source, item, error) from error
             if found is not None:
@@ -383,6 +416,13 @@ class _Part:
             sizes.append(end - first)
         target = narrow_tensor_by_index(self.target, mine, sizes)
         target.copy_(narrow_tensor_by_index(value, theirs, sizes))
+
+
+def _if_equal(
+    found: bytearray, wanted: bytes, read: Read, otherwise: Callable[[], None] = lambda: None
+) -> Read:
+    """The read, which is used only if the bytes before it are as wanted."""
+    return read._replace(use=lambda content: read.use(content) if found == wanted else otherwise())
 
 
 @lru_cache(maxsize=256)

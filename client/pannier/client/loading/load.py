@@ -29,7 +29,7 @@ from pannier.client.process_group import is_alone, process_rank
 from pannier.client.restore import load_progress
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import LoadResult, ReadCounts, combine
-from pannier.client.restore.local_file import Locate
+from pannier.client.restore.sources import Sharing
 from pannier.client.xla import planners, runtime
 from pannier.common.save_interval import RECENT
 from pannier.v1 import save_pb2
@@ -60,14 +60,14 @@ def load(
     no_dist: bool = False,
     verify: bool = False,
     before: Callable[[], None] = lambda: None,
-    locate: Locate | None = None,
+    sharing: Sharing | None = None,
     reporting: Reporting = lambda _: contextlib.nullcontext(),
 ) -> LoadResult:
     """See :func:`pannier.client.load`.
 
     Args:
         before: called first; what it raises is raised on all ranks.
-        locate: finds files in this host's spool; None: all are read from storage.
+        sharing: reads through this host's sidecars what they have; None: all is read from storage.
         reporting: shows operators how far it is.
     """
     began = time.monotonic()
@@ -84,7 +84,7 @@ def load(
         reader = _reader(checkpoint_id, storage_reader)
         if verify:
             reader.verify_once()
-        reader.use_local(locate)
+        reader.use_sidecars(sharing, together=group is not None and group.size > 1)
         reader.use_progress(progress)
         return reader
 
@@ -103,7 +103,7 @@ def load(
             highest_incarnation.remember(
                 highest_incarnation.root_of(reader.checkpoint_id), incarnation
             )
-            reader.share_metadata(content)
+            reader.share_metadata(content, load_id)
             with _without_warning_of_one_process() if alone else contextlib.nullcontext():
                 dcp.load(
                     state_dict,

@@ -13,7 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import storage
@@ -33,15 +33,24 @@ from pannier.client.loading.range_reader import (
 )
 from pannier.client.loading.safe_unpickler import unpickle_metadata
 from pannier.client.restore import load_progress
+from pannier.client.restore.block_table import LoadName
 from pannier.client.restore.load_progress import LoadProgress
-from pannier.client.restore.local_file import LocalFile, Locate
-from pannier.client.restore.sources import Sources
+from pannier.client.restore.local_file import LocalFile
+from pannier.client.restore.restore_plan import RankNeeds, RankPlan
+from pannier.client.restore.sources import Sharing, Sources
 from pannier.common import timeouts
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, PannierError
 
 MEMORY_BYTES: Final = 64 << 20
 """Default of the memory for what is read ahead."""
+
+
+class PlannedRank(NamedTuple):
+    """What a rank's plan carries to the rank that makes the global plan."""
+
+    generation: Generation | None
+    needs: RankNeeds | None
 
 
 class StorageReader(storage.StorageReader):
@@ -90,7 +99,8 @@ class StorageReader(storage.StorageReader):
         self._attempt = ""
         self._metadata = Metadata({})
         self._load_id = str(uuid.uuid4())
-        self._locate: Locate | None = None
+        self._sharing: Sharing | None = None
+        self._together = False
         self._sources: Sources | None = None
         self._progress = LoadProgress()
 
@@ -123,7 +133,7 @@ class StorageReader(storage.StorageReader):
         self._metadata = Metadata({})
         self._attempt = ""
         self._verify_now = self._verify
-        self._locate = self._sources = None
+        self._sharing = self._sources = None
         self._progress = LoadProgress()
         self._load_id = str(uuid.uuid4())
 
@@ -131,9 +141,14 @@ class StorageReader(storage.StorageReader):
         """Turns ``verify`` on until the next :meth:`reset`."""
         self._verify_now = True
 
-    def use_local(self, locate: Locate | None) -> None:
-        """Reads files that ``locate`` finds in this host's spool there, until the next :meth:`reset`."""
-        self._locate = locate
+    def use_sidecars(self, sharing: Sharing | None, *, together: bool) -> None:
+        """Reads through ``sharing`` what this host's spool has, until the next :meth:`reset`.
+
+        Args:
+            sharing: None: all is read from storage.
+            together: several ranks load, and share what they need.
+        """
+        self._sharing, self._together = sharing, together
 
     def use_progress(self, progress: LoadProgress) -> None:
         """Counts in ``progress`` what this load reads, until the next :meth:`reset`."""
@@ -174,9 +189,14 @@ class StorageReader(storage.StorageReader):
         self._lease = resolved.lease
         return resolved.content, resolved.metadata
 
-    def share_metadata(self, content: bytes) -> None:
-        """Uses the ``.metadata`` that another rank has fetched, until the next :meth:`reset`."""
+    def share_metadata(self, content: bytes, load_id: str | None = None) -> None:
+        """Uses the ``.metadata`` that another rank has fetched, until the next :meth:`reset`.
+
+        Args:
+            load_id: that rank's :attr:`load_id`, by which the load is known on all ranks.
+        """
         self._shared = content
+        self._load_id = load_id or self._load_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's ``Metadata``.
@@ -230,15 +250,29 @@ class StorageReader(storage.StorageReader):
         self._progress.begin(load_progress.PLANNING)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Adds the generation of ``.metadata`` to the plan."""
-        return dataclasses.replace(plan, storage_data=self._generation)
+        """Adds to the plan the generation of ``.metadata``, and what ranks share."""
+        needs = None
+        if self._shares:
+            assert self._sharing is not None
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            name = LoadName(self._load_id, self.checkpoint_id, self._attempt, rank)
+            needs = self._sharing.survey(name, self._metadata, plan.items)
+        data = self._generation if needs is None else PlannedRank(self._generation, needs)
+        return dataclasses.replace(plan, storage_data=data)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raises InvalidRequestError when the plans are of different generations."""
-        check_generations(
-            [plan.storage_data for plan in plans if isinstance(plan.storage_data, Generation)]
-        )
-        return plans
+        """Plans what the ranks share. Raises InvalidRequestError when the plans are of different generations."""
+        ranks = [_planned(plan) for plan in plans]
+        check_generations([each.generation for each in ranks if each.generation is not None])
+        needs = {number: each.needs for number, each in enumerate(ranks) if each.needs is not None}
+        if not needs or self._sharing is None:
+            return plans
+        found = self._sharing.plan(self._directory, self._attempt, list(needs.values()))
+        shared = dict(zip(needs, found, strict=True))
+        return [
+            dataclasses.replace(plan, storage_data=shared.get(number))
+            for number, plan in enumerate(plans)
+        ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the plan's items; the returned future is done.
@@ -256,7 +290,8 @@ class StorageReader(storage.StorageReader):
         self._progress.begin(load_progress.READING)
         self._progress.expect(sum(each.length for each in items))
         try:
-            self._read(items, planner)
+            shared = plan.storage_data if isinstance(plan.storage_data, RankPlan) else None
+            self._read(items, planner, shared)
         except filesystem.MissingError as error:
             what = catalog.describe_removal(self._directory) or (
                 "was the checkpoint replaced or removed while it was read?"
@@ -274,10 +309,18 @@ class StorageReader(storage.StorageReader):
         done.set_result(None)
         return done
 
-    def _read(self, items: Mapping[Range, Sequence[ReadItem]], planner: LoadPlanner) -> None:
+    def _read(
+        self,
+        items: Mapping[Range, Sequence[ReadItem]],
+        planner: LoadPlanner,
+        shared: RankPlan | None,
+    ) -> None:
         files = sorted({each.file for each in items})
+        reader = None
+        if shared is not None and self._sharing is not None:
+            reader = self._sharing.open_blocks(shared)
         self._sources = sources = Sources(
-            self._directory, self.checkpoint_id, self._local_files(files), self._progress
+            self._directory, self.checkpoint_id, self._local_files(files), self._progress, reader
         )
         loader = ItemLoader(self._directory, self._metadata, planner, sources)
         index = KeyIndex(
@@ -314,11 +357,26 @@ class StorageReader(storage.StorageReader):
                     each.use(content)
                 loader.copy_gathered()
 
+    @property
+    def _shares(self) -> bool:
+        """Whether ranks share what they read: not what each has at hand, nor what is to be verified in storage."""
+        return (
+            self._sharing is not None
+            and self._together
+            and not self._verify_now
+            and self._generation is not None
+            and not self._directory.is_local
+            # Sidecars read storage by their own options: bytes of an attempt are known by their checksums.
+            and bool(self._attempt or self._options is None)
+        )
+
     def _local_files(self, files: Sequence[str]) -> Mapping[str, LocalFile]:
         """Those of the files that this host's spool has; none where storage is to be verified."""
-        if self._locate is None or not self._attempt or self._verify_now:
+        if self._sharing is None or not self._attempt or self._verify_now:
             return {}
-        return self._locate(self._attempt, files)
+        if self._shares:
+            return self._sharing.local_files
+        return self._sharing.locate(self._attempt, files)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -328,3 +386,11 @@ class StorageReader(storage.StorageReader):
         except PannierError:
             return False
         return True
+
+
+def _planned(plan: LoadPlan) -> PlannedRank:
+    """What a plan carries; a planner may have left it out."""
+    data = plan.storage_data
+    if isinstance(data, PlannedRank):
+        return data
+    return PlannedRank(data if isinstance(data, Generation) else None, None)

@@ -11,7 +11,7 @@ file would make fatal. Blocking; thread-safe.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
@@ -193,6 +193,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-Locate = Callable[[str, Sequence[str]], Mapping[str, LocalFile]]
-"""Finds those data files of an attempt that are in this host's spool; raises nothing."""

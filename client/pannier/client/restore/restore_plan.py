@@ -35,6 +35,10 @@ class Host(NamedTuple):
     """Where other hosts read blocks; "": they can't."""
     fetches: bool = True
     """Whether its sidecar fetches blocks for its ranks."""
+    requires_tls: bool = False
+    """At its address."""
+    certified_name: str = ""
+    """Name in its certificate; "": the host of its address."""
 
 
 class Span(NamedTuple):

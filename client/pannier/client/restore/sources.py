@@ -1,20 +1,26 @@
-"""Where the bytes of a load come from: each file from the nearest place that has it.
+"""Where the bytes of a load come from: each from the nearest place that has it.
 
-In: ranges of data files. Out: their bytes, from this host's spool where the file is there, else from
-storage; how many came from where. A file that can't be used in the spool is read from storage from then
-on. Blocking; thread-safe; for one load of one rank.
+In: ranges of data files. Out: their bytes, from this host's spool where the file is there; else, of blocks
+that ranks share, through sidecars; else from storage; how many came from where. A file that can't be used
+in the spool is read elsewhere from then on. Blocking; thread-safe; for one load of one rank.
 """
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
-from pannier.client.interrupts import shielded
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from pannier.client.interrupts import aside, shielded
+from pannier.client.restore.block_table import LoadName
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import BUCKET, OWN_SPOOL
 from pannier.client.restore.local_file import BlockCache, LocalFile
+from pannier.client.restore.restore_plan import RankNeeds, RankPlan
+from pannier.client.restore.shared_blocks import BlockPlace, BlockReader, SharedBlocks
 from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import IntegrityError
 
@@ -40,6 +46,30 @@ class Storage(RangeSource, Protocol):
     """Whether its files are read without requests to another host."""
 
 
+class Sharing(Protocol):
+    """How the ranks of a load share what they read: one rank's side; see :mod:`pannier.client.restore.load_sharing`."""
+
+    @property
+    def local_files(self) -> Mapping[str, LocalFile]:
+        """The rank's files in this host's spool, after :meth:`survey`."""
+
+    def locate(self, attempt: str, names: Sequence[str]) -> Mapping[str, LocalFile]:
+        """Those files of an attempt that are in this host's spool, for a load of one rank."""
+
+    def survey(
+        self, load: LoadName, metadata: Metadata, items: Sequence[ReadItem]
+    ) -> RankNeeds | None:
+        """What the rank needs and has for others; None: it takes no part."""
+
+    def plan(
+        self, directory: Any, attempt: str, needs: Sequence[RankNeeds]
+    ) -> list[RankPlan | None]:
+        """What each rank takes through sidecars, in their order."""
+
+    def open_blocks(self, plan: RankPlan) -> BlockReader | None:
+        """What takes the rank's blocks through sidecars; None: nothing can."""
+
+
 class Sources:
     """Reads the data files of one checkpoint.
 
@@ -48,10 +78,16 @@ class Sources:
         url: its directory, for messages.
         local: those of its files that are in this host's spool.
         progress: counts what was read.
+        reader: takes blocks through sidecars; closed with this.
     """
 
     def __init__(
-        self, storage: Storage, url: str, local: Mapping[str, LocalFile], progress: LoadProgress
+        self,
+        storage: Storage,
+        url: str,
+        local: Mapping[str, LocalFile],
+        progress: LoadProgress,
+        reader: BlockReader | None = None,
     ) -> None:
         self._storage = storage
         self._url = url
@@ -59,6 +95,11 @@ class Sources:
         self._local = dict(local)
         self._progress = progress
         self._cache = BlockCache()
+        self._shared = (
+            None if reader is None else SharedBlocks(reader, storage.read_into, url, progress)
+        )
+        self._origins: dict[tuple[str, int], str] = {}
+        """Sources of the shared blocks in the cache, and of earlier ones."""
 
     def is_near(self, name: str) -> bool:
         """Whether reads of a file are short: not by requests to another host."""
@@ -67,6 +108,10 @@ class Sources:
     def request_bytes(self, name: str) -> int:
         """How much of a file is to be read together."""
         return LOCAL_REQUEST_BYTES if self.is_near(name) else REMOTE_REQUEST_BYTES
+
+    def is_shared(self, name: str) -> bool:
+        """Whether a file is read in blocks that ranks share."""
+        return self._shared is not None and name not in self._local and self._shared.has(name)
 
     @shielded
     def peek(self, name: str, offset: int, target: memoryview) -> None:
@@ -84,13 +129,54 @@ class Sources:
         local = self._local.get(name)
         if local is not None and self._read_local(local, name, offset, target):
             return
+        if self._shared is None or not self._shared.has(name):
+            self._read_stored(name, offset, target)
+            return
+        end = offset + len(target)
+        while offset < end:
+            block = offset // BLOCK_BYTES
+            count = min(end, (block + 1) * BLOCK_BYTES) - offset
+            piece, target = target[:count], target[count:]
+            place = self._shared.find(name, block)
+            if place is None or offset + count > place.offset + place.size:
+                # Storage reports a read behind the file's end.
+                self._read_stored(name, offset, piece)
+            else:
+                source = self._read_shared(self._shared, place, name, block, offset, piece)
+                self._progress.add_read(source, name, count)
+            offset += count
+
+    def close(self) -> None:
+        """Lets go of the files in the spool, which the sidecar may use again then, and of shared blocks."""
+        with self._lock:
+            self._local.clear()
+        if self._shared is not None:
+            aside(self._shared.close)
+
+    def _read_stored(self, name: str, offset: int, target: memoryview) -> None:
         self._storage.read_into(name, offset, target)
         self._progress.add_read(BUCKET, name, len(target))
 
-    def close(self) -> None:
-        """Lets go of the files in the spool, which the sidecar may use again then."""
-        with self._lock:
-            self._local.clear()
+    def _read_shared(
+        self,
+        shared: SharedBlocks,
+        place: BlockPlace,
+        name: str,
+        block: int,
+        offset: int,
+        target: memoryview,
+    ) -> str:
+        """Fills ``target`` from a block, all of which is fetched; returns the name of its source."""
+        if len(target) == place.size:
+            return shared.read(name, block, target)
+
+        def read(memory: memoryview) -> None:
+            self._origins[name, block] = shared.read(name, block, memory)
+
+        with self._cache.block(name, block, place.size, read) as content:
+            start = offset - place.offset
+            target[:] = content[start : start + len(target)]
+        return self._origins[name, block]
 
     def _read_local(self, local: LocalFile, name: str, offset: int, target: memoryview) -> bool:
         try:

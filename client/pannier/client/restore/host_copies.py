@@ -1,0 +1,251 @@
+"""What the sidecars of this host have for a load: files in their spools, and whether they fetch blocks.
+
+In: an attempt and names of its files. Out: those that a sidecar of this host still has, opened; for a load
+of several ranks, also where this host is, and which files others may read here. Only sidecars that run
+are asked, and none is started: a load without one reads from storage. Blocking; thread-safe.
+"""
+
+import hashlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from pannier.client.config import Settings
+from pannier.client.embedded import launcher
+from pannier.client.embedded.network import boot_id
+from pannier.client.restore.block_table import BlockTable, LoadName
+from pannier.client.restore.fetched_blocks import FetchedBlocks
+from pannier.client.restore.local_file import LocalFile
+from pannier.client.restore.peer_blocks import PeerBlocks
+from pannier.client.restore.restore_plan import Host
+from pannier.client.restore.shared_blocks import BlockReader
+from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.shared_memory import (
+    connect_descriptors,
+    fetch_descriptors,
+    socket_beside,
+)
+from pannier.common import timeouts
+from pannier.v1 import restore_pb2, restore_pb2_grpc
+from pannier.wire import addresses
+from pannier.wire.chunk_codec import BLOCK_BYTES
+from pannier.wire.errors import (
+    IntegrityError,
+    PannierError,
+    UnavailableError,
+    from_rpc_error,
+)
+from pannier.wire.records import parse_blocks
+from pannier.wire.tls import is_unix
+from pannier.wire.version import WIRE_VERSION
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class HostSurvey:
+    """What the sidecars of this host have for one load."""
+
+    files: dict[str, LocalFile] = field(default_factory=dict)
+    """Those that this rank needs, by name."""
+    host: Host | None = None
+    """Where the sidecar is that fetches for this host, and has files for others; None: none runs."""
+    held: frozenset[str] = frozenset()
+    """Names of the files that others may read there."""
+    sidecar: str = ""
+    """Its address."""
+    reads_peers: bool = False
+    """Whether this rank has what it takes to read from other hosts itself."""
+
+
+class HostCopies:
+    """The sidecars of this host, as loads ask them.
+
+    Args:
+        settings: where they are.
+    """
+
+    def __init__(self, settings: Callable[[], Settings]) -> None:
+        self._settings = settings
+
+    def locate(self, attempt: str, names: Sequence[str]) -> dict[str, LocalFile]:
+        """Those of the attempt's files that are here, by name; logs why a sidecar can't be asked."""
+        found: dict[str, LocalFile] = {}
+        for settings, address in self._sidecars():
+            missing = [name for name in names if name not in found]
+            if not missing:
+                break
+            request = restore_pb2.LocateRequest(attempt=attempt, files=missing)
+            try:
+                found.update(_ask(settings, address, request).files)
+            except (PannierError, OSError) as error:
+                _log_unasked(address, error)
+        return found
+
+    def survey(self, load: LoadName, names: Sequence[str], others: Collection[str]) -> HostSurvey:
+        """What is here for a load of several ranks; logs why a sidecar can't be asked.
+
+        Args:
+            names: of the files that this rank needs.
+            others: of those that other ranks may need.
+        """
+        survey = HostSurvey(reads_peers=self._has_tls())
+        best: tuple[bool, int, bool] | None = None
+        for settings, address in self._sidecars():
+            request = restore_pb2.LocateRequest(
+                attempt=load.attempt,
+                files=[name for name in names if name not in survey.files],
+                load=load.load,
+                checkpoint_id=load.checkpoint_id,
+            )
+            try:
+                answer = _ask(settings, address, request)
+                held = answer.held
+                if others and load.attempt:
+                    del request.files[:]
+                    request.files.extend(others)
+                    held |= _ask(settings, address, request, only_names=True).held
+            except (PannierError, OSError) as error:
+                _log_unasked(address, error)
+                continue
+            survey.files.update(answer.files)
+            if answer.host is None:
+                continue
+            # With several on a host, the one with the most of this checkpoint.
+            rank = (bool(held), len(held), answer.host.fetches)
+            if best is None or rank > best:
+                best = rank
+                survey.host, survey.held, survey.sidecar = answer.host, frozenset(held), address
+        return survey
+
+    def open_blocks(self, survey: HostSurvey, table: BlockTable, load: LoadName) -> BlockReader:
+        """What takes the blocks of a plan through sidecars. Raises PannierError."""
+        settings = self._settings()
+        if table.own is None:
+            return PeerBlocks(table, load, socket.gethostname(), settings.tls())
+        return FetchedBlocks(_channel(settings, survey.sidecar), table, load)
+
+    def _has_tls(self) -> bool:
+        try:
+            return self._settings().tls() is not None
+        except PannierError:
+            return False
+
+    def _sidecars(self) -> Iterator[tuple[Settings, str]]:
+        try:
+            settings = self._settings()
+            places = _addresses(settings)
+        except PannierError as error:
+            _log.warning("no sidecar of this host is asked for local copies: %s", error)
+            return
+        for address in places:
+            yield settings, address
+
+
+def _log_unasked(address: str, error: Exception) -> None:
+    _log.warning(
+        "the sidecar at %s can't be asked for local copies, so storage is read: %s",
+        *(address, error),
+    )
+
+
+def _addresses(settings: Settings) -> list[str]:
+    """Of the sidecars on this host that pass descriptors."""
+    if settings.sidecar is not None:
+        return [settings.sidecar] if is_unix(settings.sidecar) else []
+    known = addresses.embedded_sidecars(settings.runtime_dir)
+    return [each for each in known if launcher.accepts(each.removeprefix("unix://"))]
+
+
+@dataclass
+class _Answer:
+    files: dict[str, LocalFile] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+    """Names of files whose blocks can be checked."""
+    host: Host | None = None
+
+
+def _channel(settings: Settings, address: str) -> SidecarChannel:
+    return SidecarChannel(address, trusted_uids=settings.trusted_uids, token=settings.token())
+
+
+def _ask(
+    settings: Settings,
+    address: str,
+    request: restore_pb2.LocateRequest,
+    *,
+    only_names: bool = False,
+) -> _Answer:
+    channel = _channel(settings, address)
+    try:
+        response = _locate(channel, request)
+        digest = channel.digest() if response.token_first else b""
+    finally:
+        channel.close()
+    answer = _Answer()
+    if response.wire_version != WIRE_VERSION:
+        return answer
+    answer.held = {each.file.name for each in response.files if _is_checkable(each)}
+    if response.descriptors:
+        answer.host = Host(
+            _host_key(address),
+            response.host or socket.gethostname(),
+            response.peer_address,
+            fetches=response.restore_budget > 0,
+            requires_tls=response.peer_tls,
+            certified_name=response.peer_name,
+        )
+    if not response.files or only_names:
+        return answer
+    path = socket_beside(address, response.descriptors)
+    with connect_descriptors(path, digest) as connection:
+        fds = fetch_descriptors(connection, response.token, len(response.files))
+    answer.files = _opened(response.files, fds)
+    return answer
+
+
+def _is_checkable(located: restore_pb2.LocatedFile) -> bool:
+    return located.file.size <= BLOCK_BYTES or bool(parse_blocks(located.file))
+
+
+def _host_key(address: str) -> str:
+    """Equal for all processes that use this socket; containers may have the same host names."""
+    found = os.stat(address.removeprefix("unix://"))
+    text = f"{boot_id()} {found.st_dev} {found.st_ino}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _opened(located: Sequence[restore_pb2.LocatedFile], fds: list[int]) -> dict[str, LocalFile]:
+    """The files; closes the descriptors of those that can't be checked."""
+    found = {}
+    for each, fd in zip(located, fds, strict=True):
+        try:
+            found[each.file.name] = LocalFile(each, fd)
+        except IntegrityError as error:
+            _log.info("%s is read from storage: %s", each.file.name, error)
+    return found
+
+
+def _locate(
+    channel: SidecarChannel, request: restore_pb2.LocateRequest
+) -> restore_pb2.LocateResponse:
+    """Raises PannierError."""
+
+    def start(connection: grpc.Channel) -> Any:
+        stub: Any = restore_pb2_grpc.RestoreStub(connection)
+        return stub.Locate.future(request, timeout=timeouts.LOCATE_S, metadata=channel.metadata())
+
+    try:
+        with channel.call(start) as call:
+            try:
+                response: restore_pb2.LocateResponse = call.result()
+            except grpc.RpcError as error:
+                raise from_rpc_error(error, peer=f"sidecar at {channel.address}") from error
+    except (InterruptedCallError, grpc.FutureCancelledError) as error:
+        raise UnavailableError("a fork interrupted the call") from error
+    return response

@@ -1,0 +1,184 @@
+"""How the ranks of a load share what they read: one rank's side.
+
+In: DCP's load plans, which travel with what each rank needs, and come back with what each takes through
+sidecars. Out: this rank's files in the own spool, and its shared blocks. The rank that makes the global
+plan also reads the receipts of files that are shared. Nothing fails here: what can't be shared is read
+from storage. Blocking; for one load of one rank.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from pannier.client.config import Settings
+from pannier.client.loading.archive_layout import expect_item
+from pannier.client.loading.checksum_verifier import Receipts
+from pannier.client.loading.filesystem import StorageDir
+from pannier.client.loading.item_loader import locate
+from pannier.client.loading.range_reader import GAP_BYTES, Range, in_parallel
+from pannier.client.restore.block_table import BlockTable, LoadName
+from pannier.client.restore.host_copies import HostCopies, HostSurvey
+from pannier.client.restore.local_file import LocalFile
+from pannier.client.restore.restore_plan import (
+    RankNeeds,
+    RankPlan,
+    Span,
+    merge,
+    plan_restore,
+    shared_candidates,
+)
+from pannier.client.restore.shared_blocks import BlockReader
+from pannier.client.restore.sources import REMOTE_REQUEST_BYTES
+from pannier.v1 import records_pb2
+from pannier.wire.chunk_codec import BLOCK_BYTES
+from pannier.wire.errors import IntegrityError, PannierError, StorageError
+from pannier.wire.records import parse_blocks
+
+_log = logging.getLogger(__name__)
+
+_THREADS: Final = 8
+"""Requests for receipts and sizes at a time."""
+
+
+class LoadSharing:
+    """See the module.
+
+    Args:
+        settings: where this host's sidecars are.
+    """
+
+    def __init__(self, settings: Callable[[], Settings]) -> None:
+        self._copies = HostCopies(settings)
+        self._survey = HostSurvey()
+        self._load = LoadName("", "", "", 0)
+
+    def locate(self, attempt: str, names: Sequence[str]) -> Mapping[str, LocalFile]:
+        """Those files of an attempt that are in this host's spool, for a load of one rank."""
+        return self._copies.locate(attempt, names)
+
+    def survey(
+        self, load: LoadName, metadata: Metadata, items: Sequence[ReadItem]
+    ) -> RankNeeds | None:
+        """What this rank needs of files that aren't in its own spool, and what others may read here.
+
+        None: neither does this host take part, nor has it anything.
+        """
+        self._load = load
+        spans = _needed(metadata, items, load.checkpoint_id)
+        others = {
+            str(getattr(each, "relative_path", "")) for each in metadata.storage_data.values()
+        }
+        survey = self._survey = self._copies.survey(load, sorted(spans), others - spans.keys())
+        needs = RankNeeds(
+            load.rank,
+            survey.host,
+            survey.held,
+            {
+                name: merge(found, GAP_BYTES)
+                for name, found in spans.items()
+                if name not in survey.files
+            },
+            asks_peers=survey.reads_peers,
+        )
+        return needs if needs.takes_part or needs.holds else None
+
+    @property
+    def local_files(self) -> Mapping[str, LocalFile]:
+        """The rank's files in its own spool, after :meth:`survey`."""
+        return self._survey.files
+
+    def plan(
+        self, directory: StorageDir, attempt: str, needs: Sequence[RankNeeds]
+    ) -> list[RankPlan | None]:
+        """What each rank takes through sidecars, in their order."""
+        names = sorted(shared_candidates(needs))
+        records = {} if not names else _records(directory, attempt, names)
+        return plan_restore(needs, records)
+
+    def open_blocks(self, plan: RankPlan) -> BlockReader | None:
+        """What takes the blocks of this rank's plan through sidecars; None: nothing can."""
+        try:
+            return self._copies.open_blocks(self._survey, BlockTable(plan), self._load)
+        except PannierError as error:
+            _log.warning("%s is read from storage: %s", self._load.checkpoint_id, error)
+            return None
+
+
+def _needed(
+    metadata: Metadata, items: Sequence[ReadItem], url: str
+) -> defaultdict[str, list[Span]]:
+    """What the items need, by file."""
+    held: defaultdict[Range, list[ReadItem]] = defaultdict(list)
+    for item in items:
+        try:
+            held[locate(item, metadata, url)].append(item)
+        except PannierError as error:
+            # Raised when it is read, unless the planner takes it out of the plan.
+            _log.debug("%s", error)
+    found: defaultdict[str, list[Span]] = defaultdict(list)
+    for place, wanted in held.items():
+        found[place.file] += _spans(metadata, place, wanted)
+    return found
+
+
+def _spans(metadata: Metadata, place: Range, items: Sequence[ReadItem]) -> Iterator[Span]:
+    """The bytes of an archive that are read for these items."""
+    whole = Span(place.offset, place.end)
+    is_tensor = all(item.type is not LoadItemType.BYTE_IO for item in items)
+    known = expect_item(metadata, place.length, items[0]) if is_tensor else None
+    if place.length <= REMOTE_REQUEST_BYTES or known is None:
+        yield whole
+        return
+    try:
+        parts = [known.tensor.narrow(item.storage_offsets, item.lengths) for item in items]
+    except IntegrityError:
+        yield whole
+        return
+    if sum(part.span for part in parts) > known.tensor.span:
+        yield whole
+        return
+    yield Span(place.offset, place.offset + len(known.head))
+    for part in parts:
+        start = place.offset + part.offset
+        yield Span(start, start + part.span)
+
+
+def _records(
+    directory: StorageDir, attempt: str, names: Sequence[str]
+) -> dict[str, records_pb2.DataFile]:
+    """The files' records: from the receipts, else their sizes in storage; without those that have neither."""
+    found = Receipts(directory, attempt).recorded(names, threads=_THREADS) if attempt else {}
+    missing = [name for name in names if name not in found]
+    sizes = in_parallel(lambda name: _size(directory, name), missing, threads=_THREADS)
+    for name, size in zip(missing, sizes, strict=True):
+        if size is not None:
+            found[name] = records_pb2.DataFile(name=name, size=size)
+    return {name: _normal(record) for name, record in found.items()}
+
+
+def _size(directory: StorageDir, name: str) -> int | None:
+    try:
+        return directory.size(name)
+    except StorageError as error:
+        _log.debug("%s isn't shared: %s", name, error)
+        return None
+
+
+def _normal(record: records_pb2.DataFile) -> records_pb2.DataFile:
+    """With checksums of blocks of the usual size, or none."""
+    size, column = 0, b""
+    if record.block_bytes == BLOCK_BYTES and parse_blocks(record):
+        size, column = BLOCK_BYTES, record.block_crc32c
+    elif record.crc32c and record.size <= BLOCK_BYTES:
+        size, column = BLOCK_BYTES, record.crc32c.to_bytes(4, "little")
+    return records_pb2.DataFile(
+        name=record.name,
+        size=record.size,
+        crc32c=record.crc32c,
+        block_bytes=size,
+        block_crc32c=column,
+    )

@@ -1,0 +1,214 @@
+"""Blocks of a checkpoint's files that come through sidecars, or, where that fails, from storage.
+
+In: blocks that the restore plan shares. Out: their bytes, checked, and where they came from. A block
+that fails is read from storage; one whose sidecar stalls is read from storage, too, and the first
+answer counts. After that, blocks are read from storage directly until the sidecar answers again. Blocking;
+thread-safe; for one load of one rank.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, Final, Protocol
+
+import crc32c
+import numpy as np
+
+from pannier.client.restore.load_progress import LoadProgress
+from pannier.client.restore.load_result import BUCKET
+from pannier.common import timeouts
+from pannier.wire.errors import IntegrityError, PannierError, StorageError
+
+_log = logging.getLogger(__name__)
+
+_HEDGES: Final = 4
+"""Blocks read from storage at a time because a sidecar stalls."""
+
+ReadStorage = Callable[[str, int, memoryview], None]
+"""Fills memory with a file's bytes from an offset on. Raises StorageError."""
+
+
+class FetchedBlock(Protocol):
+    """A block that has come, in memory of a sidecar or of a connection."""
+
+    def copy(self, memory: memoryview) -> str:
+        """Fills ``memory`` with it and lets it go; returns the name of its source. Raises PannierError."""
+
+    def release(self) -> None:
+        """Lets it go."""
+
+
+class BlockReader(Protocol):
+    """Where shared blocks come from. Thread-safe."""
+
+    def has(self, name: str) -> bool:
+        """Whether blocks of this file are shared."""
+
+    def find(self, name: str, block: int) -> "BlockPlace | None":
+        """A block of a file; None: it isn't shared."""
+
+    def request(self, name: str, block: int) -> "Future[FetchedBlock]":
+        """The block, later; or a PannierError."""
+
+    def messages(self) -> int:
+        """How many signs of life have come so far."""
+
+    def close(self) -> None:
+        """Ends all requests."""
+
+
+class BlockPlace(Protocol):
+    """A shared block in its file."""
+
+    @property
+    def offset(self) -> int:
+        """Of its first byte."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    @property
+    def crc32c(self) -> int | None:
+        """From the receipt; None: there is none."""
+
+
+class SharedBlocks:
+    """See the module.
+
+    Args:
+        reader: takes blocks through sidecars.
+        storage: reads the same bytes from storage.
+        url: the checkpoint's directory, for messages.
+        progress: counts second requests and wrong blocks.
+    """
+
+    def __init__(
+        self, reader: BlockReader, storage: ReadStorage, url: str, progress: LoadProgress
+    ) -> None:
+        self._reader = reader
+        self._storage = storage
+        self._url = url
+        self._progress = progress
+        self._stalled_at: int | None = None
+        """Messages that had come when the sidecar stalled."""
+        self._hedges = ThreadPoolExecutor(_HEDGES, thread_name_prefix="pannier-hedge")
+        self._logged: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether blocks of this file are shared."""
+        return self._reader.has(name)
+
+    def find(self, name: str, block: int) -> BlockPlace | None:
+        """A block of a file; None: it isn't shared."""
+        return self._reader.find(name, block)
+
+    def read(self, name: str, block: int, memory: memoryview) -> str:
+        """Fills ``memory`` with a shared block; returns the name of its source.
+
+        Raises:
+            StorageError: it can't be had, not from storage either.
+            IntegrityError: its bytes in storage are not those that were saved.
+        """
+        if self._stalled_at == self._reader.messages():
+            return self._read_stored(name, block, memory)
+        self._stalled_at = None
+        request = self._reader.request(name, block)
+        if not self._arrives(request):
+            return self._hedge(name, block, memory, request)
+        try:
+            return request.result().copy(memory)
+        except PannierError as error:
+            self._note(error)
+            return self._read_stored(name, block, memory)
+
+    def close(self) -> None:
+        """Ends all requests."""
+        self._reader.close()
+        self._hedges.shutdown(wait=False, cancel_futures=True)
+
+    def _arrives(self, request: "Future[FetchedBlock]") -> bool:
+        """Whether the request ends, with a block or an error, before its sidecar stalls."""
+        # Polls are counted, not seconds: this process may have been stopped meanwhile.
+        polls = quiet = 0
+        seen = self._reader.messages()
+        while not wait([request], timeouts.FETCH_POLL_S).done:
+            polls, quiet = polls + 1, quiet + 1
+            if seen != self._reader.messages():
+                seen, quiet = self._reader.messages(), 0
+            if quiet * timeouts.FETCH_POLL_S >= timeouts.FETCH_STALL_S:
+                return False
+            if polls * timeouts.FETCH_POLL_S >= timeouts.FETCH_SLOW_S:
+                return False
+        return True
+
+    def _hedge(
+        self, name: str, block: int, memory: memoryview, request: "Future[FetchedBlock]"
+    ) -> str:
+        self._progress.add_hedge()
+        self._log_once("blocks come slowly through sidecars: they are read from storage, too")
+        seen = self._reader.messages()
+        # Not into ``memory``, where the other answer may have come meanwhile.
+        stored = self._hedges.submit(self._stored, name, block, len(memory))
+        both: list[Future[Any]] = [request, stored]
+        wait(both, return_when=FIRST_COMPLETED)
+        deadline = time.monotonic() + timeouts.FETCH_LAST_S
+        if not _succeeded(request):
+            if stored.done() and not _succeeded(stored):
+                wait([request], max(0.0, deadline - time.monotonic()))
+            else:
+                wait([stored])
+        if _succeeded(request):
+            try:
+                return request.result().copy(memory)
+            except PannierError as error:
+                self._note(error)
+        elif not request.done():
+            if seen == self._reader.messages():
+                self._stalled_at = seen
+            request.add_done_callback(_release)
+        memory[:] = stored.result()
+        return BUCKET
+
+    def _stored(self, name: str, block: int, size: int) -> memoryview:
+        memory = np.empty(size, np.uint8).data
+        self._read_stored(name, block, memory)
+        return memory
+
+    def _read_stored(self, name: str, block: int, memory: memoryview) -> str:
+        place = self._reader.find(name, block)
+        if place is None:
+            raise StorageError(f"block {block} of {self._url}/{name} isn't shared")
+        self._storage(name, place.offset, memory)
+        crc = crc32c.crc32c(memory)
+        if place.crc32c is not None and crc != place.crc32c:
+            raise IntegrityError(
+                f"bytes {place.offset} to {place.offset + len(memory)} of {self._url}/{name} have "
+                f"crc32c {crc:08x}, saved was {place.crc32c:08x}: its bytes are damaged or another "
+                "file's; `pannier verify` lists all damaged files"
+            )
+        return BUCKET
+
+    def _note(self, error: PannierError) -> None:
+        if isinstance(error, IntegrityError):
+            self._progress.add_rejected()
+        else:
+            self._progress.add_retry()
+        self._log_once(f"blocks that don't come through sidecars are read from storage: {error}")
+
+    def _log_once(self, text: str) -> None:
+        # One line for each kind: with a stopped or dead sidecar there is one error for each block.
+        kind = text.partition(":")[0]
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _log.warning("%s: %s", self._url, text)
+
+
+def _succeeded(future: "Future[FetchedBlock] | Future[memoryview]") -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
+
+
+def _release(request: "Future[FetchedBlock]") -> None:
+    if _succeeded(request):
+        request.result().release()
