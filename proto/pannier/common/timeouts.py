@@ -239,6 +239,34 @@ IO_THREAD_IDLE_S: Final = 10.0 * SCALE
 HUNG_CALL_S: Final = 5.0 * SCALE
 """A blocking call whose caller was cancelled is abandoned after this time."""
 
+# Blocks that a sidecar fetches for loads
+
+BLOCK_ALIVE_S: Final = 0.5 * SCALE
+"""Between two signs of life while a block is awaited: to a rank, and to a peer."""
+BLOCK_STALL_S: Final = 1.0 * SCALE
+"""Shortest time after which a block is also requested from the next source, and for which a peer may send
+nothing."""
+BLOCK_FIRST_STALL_S: Final = 4.0 * SCALE
+"""The same for storage, as long as the usual time of its blocks isn't known."""
+BLOCK_SLOW_S: Final = 15.0 * SCALE
+"""Shortest such time for a peer that shows that it is alive."""
+BLOCK_S: Final = 120.0 * SCALE
+"""For one source to send a block, retries included."""
+BLOCK_ROOM_S: Final = 1.0 * SCALE
+"""How long a block is kept for readers that are to come, while others need its room."""
+BLOCK_FULL_S: Final = 30.0 * SCALE
+"""For a rank to release a block when all of the memory is mapped; afterwards requests for more fail."""
+BLOCKS_KEPT_S: Final = 10.0 * SCALE
+"""After the last rank of a host has finished its load: for other hosts."""
+BLOCK_SEND_S: Final = 30.0 * SCALE
+"""For a peer to receive a block."""
+STORE_KEPT_S: Final = 60.0 * SCALE
+"""A connection to storage, or to a peer, that loads don't use any more."""
+PEER_AVOIDED_S: Final = 10.0 * SCALE
+"""A peer that failed or stalled isn't asked for so long."""
+LOAD_KNOWN_S: Final = 900.0 * SCALE
+"""Peers may read blocks of a load for so long after a rank here has announced it."""
+
 # Leases of readers
 
 LEASE_RENEW_S: Final = 30.0 * SCALE

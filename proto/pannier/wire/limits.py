@@ -180,6 +180,36 @@ def check_locate(request: restore_pb2.LocateRequest) -> None:
     """The sizes in a load's question for data files."""
     check_words(attempt=request.attempt)
     _at_most(len(request.files), MAX_LOCATED, "files of one checkpoint")
+    check_words(load=request.load)
+    _at_most(len(request.checkpoint_id.encode()), MAX_CHECKPOINT_ID, "bytes of a checkpoint id")
+
+
+def check_fetch_start(start: restore_pb2.FetchStart) -> None:
+    """The sizes in the first message of a load's stream, which names its load."""
+    if not (start.load and start.attempt):
+        raise InvalidRequestError("a load that fetches blocks has no id, or no attempt")
+    check_words(load=start.load, attempt=start.attempt)
+    _at_most(len(start.checkpoint_id.encode()), MAX_CHECKPOINT_ID, "bytes of a checkpoint id")
+    _at_most(len(start.hosts), MAX_WORLD, "hosts of a load")
+    for each in start.hosts:
+        check_host(each.host)
+        check_host(each.peer_address)
+    check_fetch_files(start.files, 0)
+
+
+def check_fetch_files(files: restore_pb2.FetchFiles, known: int) -> None:
+    """The number of files of a load's stream; ``known``: those of earlier messages."""
+    _at_most(known + len(files.files), MAX_LOCATED, "files of one checkpoint")
+
+
+def check_read_block(request: restore_pb2.ReadBlockRequest) -> None:
+    """The sizes in a peer's request for a block."""
+    if not (request.load and request.file):
+        raise InvalidRequestError("a request for a block names no load, or no file")
+    check_words(load=request.load, attempt=request.attempt)
+    check_host(request.host)
+    for text, what in ((request.checkpoint_id, "a checkpoint id"), (request.file, "a file's name")):
+        _at_most(len(text.encode()), MAX_CHECKPOINT_ID, f"bytes of {what}")
 
 
 def check_connect(request: sidecar_pb2.ConnectRequest) -> None:

@@ -257,6 +257,22 @@ tls_options = combined(
     )
 )
 
+peers_option = option(
+    "--peers",
+    type=Address(),
+    metavar="HOST:PORT",
+    help="Serve blocks of checkpoints here to the sidecars of the job's other hosts, which connect to this "
+    "very address; TLS is required except on loopback. Not with --jobs.  [default: not served]",
+)
+
+restore_budget_option = option(
+    "--restore-budget",
+    type=Size(),
+    metavar="SIZE",
+    help="Most memory for blocks that loads of this host's ranks read from peers and storage, those under "
+    "way included; at least one block of 8 MiB, and one under way.  [default: 256MiB]",
+)
+
 daemon_options = combined(
     option(
         "--listen",

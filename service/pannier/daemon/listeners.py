@@ -117,6 +117,11 @@ def bind_listeners(
     yield
 
 
+def bind_tcp(server: Server, address: str, *, setting: str, tls: Tls | None) -> None:
+    """Binds ``server`` to a TCP address. Raises ConfigurationError naming ``setting``."""
+    _bind(server, address, setting, tls)
+
+
 def socket_path(address: str) -> Path | None:
     """Path of a unix socket's address; None for TCP."""
     return Path(address.removeprefix(_UNIX)) if address.startswith(_UNIX) else None

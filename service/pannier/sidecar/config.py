@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from pannier.daemon.listeners import check_exposure
 from pannier.daemon.settings import DaemonSettings
-from pannier.wire.addresses import parse_address
+from pannier.wire.addresses import is_wildcard, parse_address
+from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import ConfigurationError
 from pannier.wire.tls import is_unix
 
@@ -37,6 +39,12 @@ class SidecarConfig(DaemonSettings):
     """Arguments of the fsspec file systems."""
     nice: int = 10
     """Added to the process's niceness, so that trainers go first where cores are short."""
+    peers: str | None = None
+    """Where other hosts of the job reach it to read blocks of checkpoints, ``host:port``."""
+    peers_name: str = ""
+    """A name that the certificates of all peers have; empty: each has the host of its address."""
+    restore_budget: int = 256 << 20
+    """Most bytes of blocks that are kept for loads. Of each of ``jobs``."""
     idle_exit_s: float | None = None
     """Exit after so many seconds without a client or an undecided save; None: never."""
     grace_s: float = 30
@@ -63,6 +71,14 @@ class SidecarConfig(DaemonSettings):
                 f"--memory {self.memory} is too little to upload with: give at least "
                 f"{_LEAST_MEMORY >> 20} MiB"
             )
+        if self.restore_budget < BLOCK_BYTES:
+            raise ConfigurationError(
+                f"--restore-budget {self.restore_budget} is less than one block of a checkpoint: give "
+                f"at least {BLOCK_BYTES >> 20} MiB"
+            )
+        if self.peers is not None:
+            object.__setattr__(self, "peers", _peer_address(self.peers))
+            check_exposure(self.peers, self.tls, self.insecure_listen, setting="--peers")
         if not 0 <= self.nice <= 19:
             raise ConfigurationError(f"--nice {self.nice} is not from 0 to 19")
         for setting, value in (("--idle-exit", self.idle_exit_s), ("--grace", self.grace_s)):
@@ -75,9 +91,25 @@ class SidecarConfig(DaemonSettings):
                 f"--address={self.address} is not a unix:///path: the sockets of --jobs lie beside it"
             )
         for setting, value, instead in (
+            ("--peers", self.peers, "blocks of one job are not for the peers of another"),
             ("--listen", self.listen, "trainers reach it by their jobs' sockets only"),
             ("--allow", self.allow, "each job's file names its own roots"),
             ("--idle-exit", self.idle_exit_s, "a sidecar of several jobs doesn't exit"),
         ):
             if value:
                 raise ConfigurationError(f"{setting} doesn't go with --jobs: {instead}")
+
+
+def _peer_address(address: str) -> str:
+    # Kubernetes puts a pod's address into a text, whether it is an IPv4 or an IPv6 one.
+    host, _, port = address.rpartition(":")
+    if host.startswith("[") and ":" not in host:
+        address = f"{host[1:-1]}:{port}"
+    parse_address(address, setting="--peers")
+    if is_unix(address):
+        raise ConfigurationError(f"--peers={address} is not host:port: other hosts connect to it")
+    if is_wildcard(address):
+        raise ConfigurationError(
+            f"--peers={address} is no address that other hosts can connect to: name this host's own"
+        )
+    return address

@@ -33,9 +33,11 @@ from pannier.sidecar.metrics import SaveMetrics, serving_http, trace_save
 from pannier.sidecar.multi_job.auth import JobAuth, JobAuthInterceptor
 from pannier.sidecar.multi_job.job_config import JobConfig
 from pannier.sidecar.multi_job.sockets import job_socket, serving_job
+from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.restore.local_copies import LocalCopies
 from pannier.sidecar.rpc import restore_servicer, servicer
 from pannier.sidecar.rpc.connections import Connections, Watches
+from pannier.sidecar.rpc.peer_listener import peer_fields, serving_peers
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.spool.fd_server import serving_descriptors
 from pannier.sidecar.spool.journal_state import JournalState
@@ -152,6 +154,7 @@ class Sidecar:
         await self.check_spool()
         await self._mapped.tick()
         await self.local_copies.tick(self._connections.jobs())
+        await self.blocks.tick()
         await reservation_threads.run(self.spool.trim, self._connections.jobs())
         await self._journal.compact()
         if self.auth is not None:
@@ -265,6 +268,10 @@ class Sidecar:
         self.local_copies = LocalCopies(self._mapped, self._journal, self.saves)
         if config.embedded:
             stack.push_async_callback(self.local_copies.close)
+        self.blocks = HostBlocks.of(
+            config, self.local_copies, self._open_store, lambda: bool(self._descriptors)
+        )
+        stack.push_async_callback(self.blocks.close)
         self._uploads = Uploader(
             self.saves,
             self._mapped,
@@ -338,6 +345,7 @@ class Sidecar:
         if descriptors is not None:
             self._descriptors = await stack.enter_async_context(descriptors)
         await server.start()
+        await stack.enter_async_context(serving_peers(config, self.blocks))
         await self._status_services.serve()
         self._serves = True
 
@@ -368,8 +376,10 @@ class Sidecar:
         restore = restore_servicer.RestoreServicer(
             self.local_copies,
             self._uploads.await_clean_up,
+            self.blocks,
             lambda: self._descriptors,
             token_first=self.auth is not None,
+            peer=peer_fields(config),
         )
         restore_pb2_grpc.add_RestoreServicer_to_server(restore, server)
         self.diagnosis = SidecarDiagnosis(
@@ -397,7 +407,7 @@ class Sidecar:
             return serving_descriptors(
                 path,
                 self._mapped,
-                self.local_copies,
+                self._open_for_loads,
                 job_socket,
                 allowed=None,
                 accepts=self.auth.accepts,
@@ -406,10 +416,13 @@ class Sidecar:
         return serving_descriptors(
             path,
             self._mapped,
-            self.local_copies,
+            self._open_for_loads,
             lambda beside: private_socket(beside, allow_uid),
             allowed={os.geteuid(), 0, *allow_uid},
         )
+
+    async def _open_for_loads(self, token: bytes) -> list[int]:
+        return self.blocks.open_memory(token) or await self.local_copies.open_descriptors(token)
 
     def _is_ready(self) -> bool:
         return self._serves and not self.saves.draining

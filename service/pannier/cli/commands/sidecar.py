@@ -5,7 +5,15 @@ from typing import Any
 
 import click
 
-from pannier.cli.options import Address, Seconds, Size, daemon_options, option
+from pannier.cli.options import (
+    Address,
+    Seconds,
+    Size,
+    daemon_options,
+    option,
+    peers_option,
+    restore_budget_option,
+)
 
 DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
 
@@ -53,6 +61,14 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     metavar="SIZE",
     help="Most bytes of upload buffers. With --jobs, of each job whose file names no memory.",
 )
+@peers_option
+@option(
+    "--peers-name",
+    metavar="NAME",
+    help="A name that the certificates of all peers have, where one is for all of a job's hosts.  [default: "
+    "each has the host of its --peers]",
+)
+@restore_budget_option
 @option(
     "--nice",
     type=click.IntRange(0, 19),

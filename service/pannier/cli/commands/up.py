@@ -20,6 +20,8 @@ from pannier.cli.options import (
     Size,
     log_format_option,
     option,
+    peers_option,
+    restore_budget_option,
     storage_options,
     tls_options,
 )
@@ -64,6 +66,10 @@ _ROOM = 4 << 30
 )
 @tls_options
 @option("--spool-budget", type=Size(), metavar="SIZE", help="Most bytes the spool may hold.")
+@peers_option
+# Of the certificates that the client makes for embedded daemons.
+@click.option("--peers-name", hidden=True)
+@restore_budget_option
 @option("--memory", type=Size(), metavar="SIZE", help="Most bytes of upload buffers.")
 @option(
     "--idle-exit",
@@ -161,7 +167,8 @@ def command(
             *("--coordinator", coordinator or own_coordinator),
             *("--spool", str(spool), "--grace", str(grace)),
             *common,
-            *_flags(settings, "spool_budget", "memory"),
+            *_flags(settings, "spool_budget", "memory", "peers", "peers_name", "restore_budget"),
+            *(["--insecure-listen"] if settings["insecure_listen"] and settings["peers"] else []),
             *_flags({"metrics": metrics and _next_port(metrics)}, "metrics"),
             *([] if listen else idle),
         ],

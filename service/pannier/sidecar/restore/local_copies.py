@@ -282,6 +282,11 @@ class LocalCopies:
             token=token,
         )
 
+    def find(self, attempt: str, name: str) -> LocalFile | None:
+        """A data file of an attempt that is here, perhaps with other content by now."""
+        copy = next((each for each in self._copies if each.attempt == attempt), None)
+        return None if copy is None else copy.files.get(name)
+
     async def open_descriptors(self, token: bytes) -> list[int]:
         """New descriptors of the located files, for reading, each with a shared lock; the caller closes them.
 

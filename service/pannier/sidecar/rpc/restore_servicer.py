@@ -4,16 +4,23 @@ In: requests of loads. Out: responses; errors are raised and become statuses in
 :mod:`pannier.daemon.interceptors`. On the event loop.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
+from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.restore.local_copies import LocalCopies
+from pannier.sidecar.rpc.fetch_stream import FetchStream, first_message
 from pannier.v1 import restore_pb2, restore_pb2_grpc
 from pannier.wire import limits
+from pannier.wire.errors import VersionMismatchError
 from pannier.wire.version import WIRE_VERSION
 
 NAME: Final = "pannier.v1.Restore"
-LIMITS: Final = {f"/{NAME}/Locate": 128}
+LIMITS: Final = {
+    f"/{NAME}/Locate": 128,
+    # One per rank that loads.
+    f"/{NAME}/Fetch": 512,
+}
 """Calls at a time."""
 
 
@@ -22,20 +29,26 @@ class RestoreServicer(restore_pb2_grpc.RestoreServicer):
 
     Args:
         await_clean_up: waits until the files of an attempt that has ended are a local copy, or free.
+        blocks: what this host fetches for loads.
         descriptors: name of the socket that passes descriptors; "": there is none.
         token_first: it requires the digest of the job's token.
+        peer: where and how other hosts reach this sidecar, as in LocateResponse.
     """
 
     def __init__(
         self,
         local_copies: LocalCopies,
         await_clean_up: Callable[[str], Awaitable[None]],
+        blocks: HostBlocks,
         descriptors: Callable[[], str],
         *,
         token_first: bool,
+        peer: restore_pb2.LocateResponse,
     ) -> None:
         self._local_copies = local_copies
         self._await_clean_up = await_clean_up
+        self._blocks = blocks
+        self._peer = peer
         self._descriptors = descriptors
         self._token_first = token_first
 
@@ -44,12 +57,42 @@ class RestoreServicer(restore_pb2_grpc.RestoreServicer):
     ) -> restore_pb2.LocateResponse:
         """Which data files of an attempt are in this host's spool."""
         limits.check_locate(request)
-        if not self._descriptors():
-            return restore_pb2.LocateResponse(wire_version=WIRE_VERSION)
-        # A trainer may load what was committed just now.
-        await self._await_clean_up(request.attempt)
-        response = await self._local_copies.locate(request)
+        self._blocks.announce(request.load)
+        response = restore_pb2.LocateResponse()
+        if self._descriptors():
+            # A trainer may load what was committed just now.
+            await self._await_clean_up(request.attempt)
+            response = await self._local_copies.locate(request)
+            response.descriptors = self._descriptors()
+            response.token_first = self._token_first
+        response.MergeFrom(self._peer)
         response.wire_version = WIRE_VERSION
-        response.descriptors = self._descriptors()
-        response.token_first = self._token_first
+        response.restore_budget = self._blocks.budget_for(request.checkpoint_id)
         return response
+
+    async def Fetch(
+        self, messages: AsyncIterator[restore_pb2.FetchRequest], context: Any
+    ) -> AsyncIterator[restore_pb2.FetchResponse]:
+        """Fetches the blocks that a rank requests, until it ends the stream."""
+        start = await first_message(messages)
+        if start.wire_version != WIRE_VERSION:
+            raise VersionMismatchError(
+                f"rank {start.rank} speaks wire version {start.wire_version}, the sidecar of "
+                f"{self._blocks.host} {WIRE_VERSION}"
+            )
+        self._blocks.check_start(start)
+        stream = FetchStream(self._blocks, start)
+        stream.open(messages)
+        try:
+            yield restore_pb2.FetchResponse(
+                memory=restore_pb2.FetchMemory(
+                    size=self._blocks.cache.memory.size,
+                    token=self._blocks.offer(),
+                    descriptors=self._descriptors(),
+                    token_first=self._token_first,
+                )
+            )
+            async for response in stream.responses():
+                yield response
+        finally:
+            await stream.close()

@@ -1,4 +1,4 @@
-"""The socket over which trainers get descriptors of spool files: leased ones, and local copies to read.
+"""The socket over which trainers get descriptors: of leased spool files, and of what loads may read.
 
 gRPC can't pass descriptors, so a second unix socket lies beside the sidecar's own. In: connections of
 this host's trainers, which send one token after the other, TOKEN_BYTES each. Out: for each token a message
@@ -12,14 +12,13 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
 from pannier.common import timeouts
 from pannier.daemon.listeners import MAX_CONNECTIONS
-from pannier.sidecar.restore.local_copies import LocalCopies
 from pannier.sidecar.spool.mapped_files import TOKEN_BYTES, MappedFiles
 from pannier.wire.auth_token import DIGEST_BYTES
 
@@ -33,6 +32,8 @@ _RESTORING: Final = 4
 _LONGEST_PATH: Final = 107
 _CREDENTIALS: Final = struct.Struct("3i")
 
+OpenForLoads = Callable[[bytes], Awaitable[list[int]]]
+"""New descriptors of what a token stands for, which the caller closes; none: it isn't known."""
 Listen = Callable[[Path], AbstractContextManager[socket.socket]]
 """Listens on a path as long as the context lasts."""
 
@@ -44,13 +45,13 @@ class _DescriptorServer:
         self,
         listener: socket.socket,
         mapped: MappedFiles,
-        local_copies: LocalCopies,
+        open_for_loads: OpenForLoads,
         allowed: Collection[int] | None,
         accepts: Callable[[bytes], bool] | None,
     ) -> None:
         self._listener = listener
         self._mapped = mapped
-        self._local_copies = local_copies
+        self._open_for_loads = open_for_loads
         self._allowed = None if allowed is None else frozenset(allowed)
         self._accepts = accepts
         self._loop = asyncio.get_running_loop()
@@ -126,7 +127,7 @@ class _DescriptorServer:
         if not descriptors:
             # Few at a time: saves need descriptors, too.
             async with self._restoring:
-                descriptors = await self._local_copies.open_descriptors(token)
+                descriptors = await self._open_for_loads(token)
                 await self._send_all(connection, descriptors)
             return
         await self._send_all(connection, descriptors)
@@ -165,7 +166,7 @@ class _DescriptorServer:
 async def serving_descriptors(
     path: Path,
     mapped: MappedFiles,
-    local_copies: LocalCopies,
+    open_for_loads: OpenForLoads,
     listen: Listen,
     *,
     allowed: Collection[int] | None,
@@ -189,7 +190,7 @@ async def serving_descriptors(
         yield ""
         return
     with listen(beside) as listener:
-        server = _DescriptorServer(listener, mapped, local_copies, allowed, accepts)
+        server = _DescriptorServer(listener, mapped, open_for_loads, allowed, accepts)
         task = asyncio.get_running_loop().create_task(server.run())
         try:
             yield beside.name
