@@ -1,0 +1,184 @@
+"""One block from several sources: the first good one counts, slow and wrong ones cost time only."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import crc32c
+import pytest
+
+from pannier.common import timeouts
+from pannier.sidecar.restore.block_fetcher import Attempt, BlockFetcher
+from pannier.wire.errors import IntegrityError, PannierError, StorageError
+from support.processes.stretch import until
+
+DATA = b"block" * 1000
+SUM = crc32c.crc32c(DATA)
+
+
+@dataclass
+class Place:
+    """A source that does what a test says."""
+
+    host: str = ""
+    kind: str = "storage"
+    shows_life: bool = False
+    answer: bytes | Exception = DATA
+    gate: asyncio.Event | None = None
+    """It answers when that is set."""
+    attempts: list[Attempt] = field(default_factory=list)
+    cancelled: int = 0
+    reported: list[PannierError | None] = field(default_factory=list)
+
+    async def read(self, attempt: Attempt) -> Sequence[bytes]:
+        self.attempts.append(attempt)
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return [self.answer[:7], self.answer[7:]]
+
+    def failed(self, error: PannierError | None) -> None:
+        self.reported.append(error)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "BLOCK_STALL_S", 0.02)
+    monkeypatch.setattr(timeouts, "BLOCK_FIRST_STALL_S", 0.05)
+
+
+async def fetch(*places: Place, expected: int | None = SUM) -> tuple[str, int, int, int]:
+    """The host that it came from, and what was rejected, failed and hedged."""
+    found = await BlockFetcher().fetch(places, len(DATA), expected, "block 3 of x")
+    assert b"".join(found.pieces) == DATA
+    assert found.crc32c == SUM
+    return found.source, found.rejected, found.failed, found.hedged
+
+
+def test_the_first_source_that_has_it_is_asked_alone() -> None:
+    first, second = Place("node-1"), Place()
+    assert asyncio.run(fetch(first, second)) == ("node-1", 0, 0, 0)
+    assert not second.attempts
+
+
+@pytest.mark.parametrize(
+    ("answer", "counts"),
+    [
+        (b"wrong" * 1000, (1, 0)),
+        (DATA[:-1], (1, 0)),
+        (StorageError("it is down"), (0, 1)),
+        (OSError(5, "input/output error"), (0, 1)),
+    ],
+)
+def test_a_wrong_block_or_an_error_is_followed_by_the_next_source(
+    answer: bytes | Exception, counts: tuple[int, int]
+) -> None:
+    first, second = Place("node-1", answer=answer), Place()
+    assert asyncio.run(fetch(first, second)) == ("", *counts, 0)
+    (reported,) = first.reported
+    assert isinstance(reported, IntegrityError if counts[0] else StorageError)
+
+
+def test_when_all_sources_fail_the_error_has_what_each_said() -> None:
+    places = Place("node-1", answer=StorageError("it is down")), Place(answer=b"short")
+    with pytest.raises(
+        IntegrityError, match=r"block 3 of x could not be read: it is down; .* 5 by"
+    ):
+        asyncio.run(fetch(*places))
+
+
+def test_a_block_without_a_known_checksum_is_taken_as_storage_has_it() -> None:
+    assert asyncio.run(fetch(Place(), expected=None)) == ("", 0, 0, 0)
+
+
+def test_a_source_that_shows_no_life_is_hedged_and_the_faster_answer_counts() -> None:
+    async def main() -> None:
+        stuck = Place("node-1", kind="peer", shows_life=True, gate=asyncio.Event())
+        assert await fetch(stuck, Place()) == ("", 0, 0, 1)
+        assert stuck.cancelled == 1
+        assert stuck.reported == [None]
+
+    asyncio.run(main())
+
+
+def test_the_slow_source_counts_when_it_is_the_first_to_answer_after_all() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        slow = Place("node-1", kind="peer", shows_life=True, gate=gate)
+        slower = Place(gate=asyncio.Event())
+        running = asyncio.ensure_future(fetch(slow, slower))
+        await until(lambda: slower.attempts)
+        gate.set()
+        assert await running == ("node-1", 0, 0, 1)
+        assert slower.cancelled == 1
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_shows_life_is_left_its_time() -> None:
+    fetcher, busy = BlockFetcher(), Place("node-1", kind="peer", shows_life=True)
+    attempt = Attempt()
+    assert fetcher._due(busy, attempt) == attempt.seen + timeouts.BLOCK_STALL_S
+    attempt.seen += 10
+    assert fetcher._due(busy, attempt) == attempt.seen + timeouts.BLOCK_STALL_S
+    attempt.seen += 10
+    assert fetcher._due(busy, attempt) == attempt.began + timeouts.BLOCK_SLOW_S
+
+
+def test_the_last_source_is_asked_a_second_time_when_a_request_hangs() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        storage = Place(gate=gate)
+        running = asyncio.ensure_future(fetch(storage))
+        await until(lambda: len(storage.attempts) == 2)
+        gate.set()
+        assert await running == ("", 0, 0, 1)
+        assert len(storage.attempts) == 2
+
+    asyncio.run(main())
+
+
+def test_storage_that_asks_for_less_load_gets_no_second_request() -> None:
+    attempt = Attempt()
+    assert BlockFetcher()._due(Place(), attempt) == attempt.began + timeouts.BLOCK_FIRST_STALL_S
+    attempt.patient = True
+    assert BlockFetcher()._due(Place(), attempt) == math.inf
+
+
+def test_what_takes_long_is_measured_by_the_median_of_its_like(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        fetcher = BlockFetcher()
+        source = Place("node-1", kind="spool")
+        for _ in range(5):
+            await fetcher.fetch([source], len(DATA), SUM, "block")
+        attempt = Attempt()
+        assert fetcher._due(source, attempt) == attempt.began + timeouts.BLOCK_STALL_S
+        fetcher._durations["spool"].extend([3.0] * 64)
+        assert fetcher._due(source, attempt) == attempt.began + 12.0
+        monkeypatch.setattr(timeouts, "BLOCK_STALL_S", 20.0)
+        assert fetcher._due(source, attempt) == attempt.began + 20.0
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_fetch_ends_all_its_requests(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        places = [Place(f"node-{n}", gate=asyncio.Event()) for n in range(2)]
+        running = asyncio.ensure_future(fetch(*places))
+        await until(lambda: places[1].attempts)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert [place.cancelled for place in places] == [1, 1]
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    assert not caplog.records
