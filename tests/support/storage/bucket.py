@@ -45,6 +45,18 @@ def data_reads(server: GcsServer, prefix: str) -> list[str]:
     ]
 
 
+def data_bytes(server: GcsServer, prefix: str) -> int:
+    """Bytes of data files below ``prefix`` that the latest requests asked for; all name a range."""
+    wanted = set(data_reads(server, prefix))
+    total = 0
+    for method, path, range_ in server.requests():
+        if method == "GET" and path in wanted:
+            found = re.fullmatch(r"bytes=(\d+)-(\d+)", range_)
+            assert found is not None, (path, range_)
+            total += int(found[2]) + 1 - int(found[1])
+    return total
+
+
 def remove(server: GcsServer, prefix: str) -> None:
     """Deletes all objects as a user does who knows of rule 1: ``.metadata`` first."""
     for name in sorted(listed(server, prefix), key=lambda name: not name.endswith("/.metadata")):

@@ -138,7 +138,8 @@ class Service:
                 authorization=request.headers.get("Authorization", ""),
             )
         if not own:
-            self.requests.append([request.method, request.raw_path, content_range])
+            range_ = content_range or request.headers.get("Range", "")
+            self.requests.append([request.method, request.raw_path, range_])
             del self.requests[:-_KEPT_REQUESTS]
         try:
             if fault and fault.kind == "delay":

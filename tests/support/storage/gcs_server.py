@@ -100,7 +100,7 @@ class GcsServer:
         self._admin("PUT", "options", options)
 
     def requests(self) -> list[list[str]]:
-        """Method, path with query, and Content-Range of the latest requests."""
+        """Method, path with query, and Content-Range or Range of the latest requests."""
         answer: list[list[str]] = self._admin("GET", "requests")
         return answer
 

@@ -219,7 +219,10 @@ class ItemLoader:
             return
         for part in parts:
             memory = None
-            if part.is_direct and self._sources.is_near(source.file):
+            start = source.offset + part.stored.offset
+            if part.is_direct and self._sources.fills_targets(
+                source.file, start, start + part.stored.span
+            ):
                 memory = memory_of(part.target)
             if memory is None:
                 origin = part.item.storage_offsets
@@ -228,7 +231,6 @@ class ItemLoader:
             if not self._targets.add(part.target):
                 yield None
                 self._targets.start_again(part.target)
-            start = source.offset + part.stored.offset
             yield Read(Range(source.file, start, part.stored.span), self._user(part), memory)
 
     def _user(self, part: "_Part") -> Callable[[memoryview], None]:

@@ -175,6 +175,7 @@ def read_ranges(
     memory_bytes: int,
     request_bytes: Callable[[str], int] = lambda _: PIECE_BYTES,
     index: KeyIndex | None = None,
+    cancel: Callable[[], None] = lambda: None,
 ) -> Generator[Sequence[tuple[Read, memoryview]], None, None]:
     """The bytes of each read, in order; several small ones at a time.
 
@@ -185,6 +186,7 @@ def read_ranges(
         memory_bytes: most memory for reads without a target, unless a single one is longer.
         request_bytes: neighbouring reads of a file are made together up to this size.
         index: the keys that the ranges hold, for errors.
+        cancel: ends reads that are under way, when no more are wanted.
 
     Raises:
         StorageError: a file can't be read, or ends too early.
@@ -247,7 +249,10 @@ def read_ranges(
                 if run.buffered:
                     buffers.give_back(run.memory)
     finally:
-        _end(pool, despite_interrupts=fills_targets)
+        try:
+            cancel()
+        finally:
+            _end(pool, despite_interrupts=fills_targets)
 
 
 def _end(pool: ThreadPoolExecutor, *, despite_interrupts: bool) -> None:

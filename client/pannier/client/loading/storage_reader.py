@@ -342,9 +342,10 @@ class StorageReader(storage.StorageReader):
             sources,
             reads,
             threads=self._threads,
-            memory_bytes=self._memory_bytes,
+            memory_bytes=self._memory_bytes if reader is None else self._memory_bytes // 2,
             request_bytes=sources.request_bytes,
             index=index,
+            cancel=sources.cancel,
         )
         # Closing it ends its threads, also after an error.
         with contextlib.closing(contents):

@@ -39,6 +39,8 @@ class _Slot:
         """File and block; None: nothing that can be used."""
         self.is_read = False
         self.users = 0
+        self.waiters = 0
+        """Threads that will use it when another one has read it."""
 
 
 class BlockCache:
@@ -76,21 +78,25 @@ class BlockCache:
                 slot = next((each for each in self._slots if each.key == key), None)
                 if slot is None:
                     slot = self._free_slot(size)
-                    if slot is not None:
-                        slot.key, slot.is_read = key, False
+                    if slot is None:
+                        self._changed.wait()
+                        continue
+                    slot.key, slot.is_read = key, False
                 elif not slot.is_read:
-                    slot = None
-                if slot is not None:
-                    slot.users += 1
-                    self._slots.remove(slot)
-                    self._slots.append(slot)
-                    return slot
-                self._changed.wait()
+                    # Else the slot would be taken for another block before these threads run.
+                    slot.waiters += 1
+                    self._changed.wait()
+                    slot.waiters -= 1
+                    continue
+                slot.users += 1
+                self._slots.remove(slot)
+                self._slots.append(slot)
+                return slot
 
     def _free_slot(self, size: int) -> _Slot | None:
         if len(self._slots) < _CACHED:
             self._slots.append(_Slot(max(size, BLOCK_BYTES)))
-        return next((each for each in self._slots if not each.users), None)
+        return next((each for each in self._slots if not each.users and not each.waiters), None)
 
 
 class LocalFile:

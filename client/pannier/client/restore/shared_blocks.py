@@ -95,6 +95,7 @@ class SharedBlocks:
         """Messages that had come when the sidecar stalled."""
         self._hedges = ThreadPoolExecutor(_HEDGES, thread_name_prefix="pannier-hedge")
         self._logged: set[str] = set()
+        self._closed = False
 
     def has(self, name: str) -> bool:
         """Whether blocks of this file are shared."""
@@ -124,7 +125,10 @@ class SharedBlocks:
             return self._read_stored(name, block, memory)
 
     def close(self) -> None:
-        """Ends all requests."""
+        """Ends all requests: reads that are under way fail."""
+        if self._closed:
+            return
+        self._closed = True
         self._reader.close()
         self._hedges.shutdown(wait=False, cancel_futures=True)
 
@@ -178,8 +182,8 @@ class SharedBlocks:
 
     def _read_stored(self, name: str, block: int, memory: memoryview) -> str:
         place = self._reader.find(name, block)
-        if place is None:
-            raise StorageError(f"block {block} of {self._url}/{name} isn't shared")
+        if place is None or self._closed:
+            raise StorageError(f"block {block} of {self._url}/{name} isn't read any more")
         self._storage(name, place.offset, memory)
         crc = crc32c.crc32c(memory)
         if place.crc32c is not None and crc != place.crc32c:

@@ -109,6 +109,17 @@ class Sources:
         """How much of a file is to be read together."""
         return LOCAL_REQUEST_BYTES if self.is_near(name) else REMOTE_REQUEST_BYTES
 
+    def fills_targets(self, name: str, start: int, end: int) -> bool:
+        """Whether these bytes of a file may be read into a tensor's own memory.
+
+        Then nothing that was interrupted goes on to write there for long: :meth:`cancel` ends it.
+        """
+        if self.is_near(name):
+            return True
+        shared = self._shared
+        blocks = range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        return shared is not None and all(shared.find(name, block) for block in blocks)
+
     def is_shared(self, name: str) -> bool:
         """Whether a file is read in blocks that ranks share."""
         return self._shared is not None and name not in self._local and self._shared.has(name)
@@ -146,12 +157,16 @@ class Sources:
                 self._progress.add_read(source, name, count)
             offset += count
 
+    def cancel(self) -> None:
+        """Ends reads of shared blocks that are under way."""
+        if self._shared is not None:
+            aside(self._shared.close)
+
     def close(self) -> None:
         """Lets go of the files in the spool, which the sidecar may use again then, and of shared blocks."""
         with self._lock:
             self._local.clear()
-        if self._shared is not None:
-            aside(self._shared.close)
+        self.cancel()
 
     def _read_stored(self, name: str, offset: int, target: memoryview) -> None:
         self._storage.read_into(name, offset, target)

@@ -1,0 +1,164 @@
+"""Loads of several ranks and hosts: each byte comes from the nearest copy, and from the bucket once."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.network.certificates import Authority
+from support.processes.daemons import Daemons
+from support.processes.ranks import Ranks, free_port, run_ranks, start_ranks
+from support.storage.bucket import data_bytes
+from support.storage.gcs_server import GcsServer
+
+ROOT = "gs://bucket/shared"
+
+STATE = """
+import os
+os.environ["PANNIER_SIDECAR"] = os.environ["SIDECARS"].split()[int(os.environ["RANK"])]
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from pannier import client
+
+WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+if WORLD > 1:
+    dist.init_process_group("gloo")
+
+def numbers(count, seed):
+    # Bytes that are not the same in any two blocks.
+    return torch.arange(count, dtype=torch.int32) * 31 + seed
+
+def shared(value):
+    return distribute_tensor(value, init_device_mesh("cpu", (WORLD,)), [Shard(0)])
+
+def state(filled):
+    found = {"large": numbers(10 << 20, 1), "step": {"count": 7 if filled else 0}}
+    found |= {f"small {number}": numbers(1 << 18, number) for number in range(12)}
+    if os.environ["KIND"] == "sharded":
+        found["split"] = shared(numbers(6 << 20, 3).view(-1, 1 << 10))
+    if not filled:
+        for value in found.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+    return found
+
+def check(found):
+    for key, value in state(True).items():
+        if isinstance(value, torch.Tensor):
+            whole = [getattr(each, "full_tensor", lambda: each)() for each in (value, found[key])]
+            assert torch.equal(*whole), key
+        else:
+            assert found[key] == value, key
+"""
+SAVING = (
+    STATE
+    + """
+client.save(state(True), checkpoint_id=os.environ["PLACE"])
+client.close()
+"""
+)
+LOADING = (
+    STATE
+    + """
+import json
+found = state(False)
+result = client.load(found, checkpoint_id=os.environ["PLACE"])
+check(found)
+if not RANK:
+    print("RESULT", json.dumps([dict(result.files), dict(result.bytes), str(result)]))
+"""
+)
+BY_TORCH = (
+    STATE
+    + """
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+dcp.save(state(True), storage_writer=FsspecWriter(os.environ["PLACE"]))
+"""
+)
+UNIQUE = (40 << 20) + 12 * (1 << 20)
+"""Bytes of the tensors that all ranks have."""
+
+
+class Hosts:
+    """Three hosts' sidecars, which serve each other."""
+
+    def __init__(self, directory: Path, server: GcsServer) -> None:
+        self.server = server
+        self.daemons = Daemons(directory, sidecars=3, environment=server.env, start=False)
+        files = Authority(directory / "ca").issue("sidecar")
+        for daemon in self.daemons.sidecars:
+            daemon.arguments += ["--peers", f"127.0.0.1:{free_port()}", *files.flags]
+
+    def environment(self, place: str, hosts: Sequence[int], kind: str) -> dict[str, str]:
+        addresses = " ".join(self.daemons.sidecars[host].address for host in hosts)
+        return self.daemons.env(
+            **self.server.env, PLACE=place, KIND=kind, SIDECARS=addresses, PANNIER_JOB="shared"
+        )
+
+    def save(self, place: str, hosts: Sequence[int], kind: str = "replicated") -> None:
+        run_ranks(SAVING, len(hosts), self.environment(place, hosts, kind), torchrun=False)
+
+    def load(self, place: str, hosts: Sequence[int], kind: str = "replicated") -> "Loaded":
+        environment = self.environment(place, hosts, kind)
+        return Loaded(run_ranks(LOADING, len(hosts), environment, torchrun=False).outputs)
+
+    def loading(self, place: str, hosts: Sequence[int]) -> Ranks:
+        environment = self.environment(place, hosts, "replicated")
+        return start_ranks(LOADING, len(hosts), environment, torchrun=False)
+
+    def read(self, place: str) -> int:
+        return data_bytes(self.server, place.removeprefix("gs://bucket/"))
+
+
+class Loaded:
+    """What the first rank of a load printed."""
+
+    def __init__(self, outputs: Sequence[str]) -> None:
+        self.output = "\n".join(outputs)
+        found = re.search(r"^RESULT (.*)$", outputs[0], re.MULTILINE)
+        assert found is not None, self.output
+        result: Any = json.loads(found[1])
+        self.files, self.bytes, self.text = Counter(result[0]), Counter(result[1]), result[2]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory, server: GcsServer) -> Iterator[Hosts]:
+    made = Hosts(tmp_path_factory.mktemp("hosts"), server)
+    with made.daemons:
+        for daemon in (made.daemons.coordinator, *made.daemons.sidecars):
+            daemon.start()
+        yield made
+
+
+def test_ranks_of_one_host_read_each_byte_of_the_bucket_once(hosts: Hosts) -> None:
+    place = f"{ROOT}/one-host"
+    hosts.save(place, [0, 0])
+    loaded = hosts.load(place, [1] * 4)
+    assert UNIQUE <= hosts.read(place) <= 1.05 * UNIQUE
+    assert loaded.bytes.keys() == {"bucket", "node-1"}
+    assert UNIQUE <= loaded.bytes["bucket"] <= 1.05 * UNIQUE
+    assert loaded.bytes.total() >= 4 * UNIQUE
+
+
+def test_hosts_read_each_byte_of_the_bucket_once_and_the_rest_from_each_other(hosts: Hosts) -> None:
+    place = f"{ROOT}/two-hosts"
+    hosts.save(place, [0, 0])
+    loaded = hosts.load(place, [1, 2, 1, 2])
+    assert UNIQUE <= hosts.read(place) <= 1.05 * UNIQUE
+    assert loaded.bytes.keys() == {"bucket", "node-1", "node-2"}
+
+
+def test_what_another_hosts_spool_has_comes_from_there(hosts: Hosts) -> None:
+    place = f"{ROOT}/spools"
+    hosts.save(place, [0, 1], "sharded")
+    for world in ([0, 1], [1, 0], [0, 1, 2], [2, 0, 1, 1]):
+        loaded = hosts.load(place, world, "sharded")
+        assert not hosts.read(place), loaded.output
+        assert {"own spool", "node-0", "node-1"} >= loaded.bytes.keys() >= {"node-0", "node-1"}
