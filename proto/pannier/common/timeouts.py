@@ -67,6 +67,10 @@ SIDECAR_KEPT_S: Final = 3600.0 * SCALE
 """A disconnected sidecar."""
 ENDED_SAVE_KEPT_S: Final = 3600.0 * SCALE
 """A save that ended, at the coordinator."""
+LOAD_LOST_S: Final = 30.0 * SCALE
+"""A rank of a load that no sidecar reports for so long counts as lost, at the coordinator."""
+ENDED_LOAD_KEPT_S: Final = 3600.0 * SCALE
+"""A load that ended, at each daemon."""
 SPOOL_FILE_KEPT_S: Final = 60.0 * SCALE
 """Unused files of a job without trainers, in case it starts again."""
 LOCAL_COPY_KEPT_S: Final = 3600.0 * SCALE

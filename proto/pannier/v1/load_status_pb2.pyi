@@ -49,7 +49,7 @@ class LoadSource(_message.Message):
     def __init__(self, source: _Optional[str] = ..., files: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class RankLoadStatus(_message.Message):
-    __slots__ = ("rank", "host", "phase", "bytes_total", "sources", "retries", "hedges", "rejected_blocks", "waiting_for", "last_error", "seconds", "seconds_since_seen")
+    __slots__ = ("rank", "host", "phase", "bytes_total", "sources", "retries", "hedges", "rejected_blocks", "waiting_for", "last_error", "seconds", "seconds_since_seen", "failure")
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class RankLoadStatus(_message.Message):
     LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_SINCE_SEEN_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     host: str
     phase: LoadPhase
@@ -74,7 +75,8 @@ class RankLoadStatus(_message.Message):
     last_error: str
     seconds: float
     seconds_since_seen: float
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., phase: _Optional[_Union[LoadPhase, str]] = ..., bytes_total: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[LoadSource, _Mapping]]] = ..., retries: _Optional[int] = ..., hedges: _Optional[int] = ..., rejected_blocks: _Optional[int] = ..., waiting_for: _Optional[str] = ..., last_error: _Optional[str] = ..., seconds: _Optional[float] = ..., seconds_since_seen: _Optional[float] = ...) -> None: ...
+    failure: _save_pb2.FailureKind
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., phase: _Optional[_Union[LoadPhase, str]] = ..., bytes_total: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[LoadSource, _Mapping]]] = ..., retries: _Optional[int] = ..., hedges: _Optional[int] = ..., rejected_blocks: _Optional[int] = ..., waiting_for: _Optional[str] = ..., last_error: _Optional[str] = ..., seconds: _Optional[float] = ..., seconds_since_seen: _Optional[float] = ..., failure: _Optional[_Union[_save_pb2.FailureKind, str]] = ...) -> None: ...
 
 class LoadReport(_message.Message):
     __slots__ = ("call", "load", "group", "job", "checkpoint_id", "attempt", "ranks", "status", "pid")

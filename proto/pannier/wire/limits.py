@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from pannier.v1 import plan_pb2, restore_pb2, save_pb2, sidecar_pb2
+from pannier.v1 import load_status_pb2, plan_pb2, restore_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, OverloadedError
 from pannier.wire.failures import cut_text, rank_list
@@ -40,6 +40,8 @@ MAX_SPOOL_FILES: Final = 1 << 14
 """Spool files that one rank may hold to stage into."""
 MAX_LOCATED: Final = 1 << 20
 """Files that a load asks for at a time."""
+MAX_SOURCES: Final = 4096
+"""Places that one rank's load reads from."""
 MAX_PENDING: Final = 1024
 """Unfinished saves that one client reports when it connects."""
 MAX_TIMEOUT_S: Final = 7 * 86400.0
@@ -210,6 +212,25 @@ def check_read_block(request: restore_pb2.ReadBlockRequest) -> None:
     check_host(request.host)
     for text, what in ((request.checkpoint_id, "a checkpoint id"), (request.file, "a file's name")):
         _at_most(len(text.encode()), MAX_CHECKPOINT_ID, f"bytes of {what}")
+
+
+def check_load_report(report: load_status_pb2.LoadReport) -> None:
+    """The sizes in a report of a load, and its names, which appear in tables and logs."""
+    status = report.status
+    if not (report.call and report.group):
+        raise InvalidRequestError("a load's report names no call or no group")
+    check_words(call=report.call, load=report.load, group=report.group, attempt=report.attempt)
+    check_words(job=report.job)
+    check_host(status.host)
+    _at_most(len(report.checkpoint_id), MAX_TEXT, "characters of a checkpoint id")
+    _at_most(len(report.ranks), MAX_RANKS, "ranks of a group")
+    _at_most(len(status.sources), MAX_SOURCES, "sources of a load")
+    for source in status.sources:
+        check_host(source.source)
+    status.waiting_for = cut_text(status.waiting_for, MAX_TEXT)
+    status.last_error = cut_text(status.last_error, MAX_TEXT)
+    status.seconds_since_seen = age(status.seconds_since_seen)
+    status.seconds = age(status.seconds)
 
 
 def check_connect(request: sidecar_pb2.ConnectRequest) -> None:

@@ -36,6 +36,7 @@ from pannier.daemon.health_server import serve_health
 from pannier.daemon.http_server import serve_http
 from pannier.daemon.interceptors import ErrorInterceptor
 from pannier.daemon.listeners import bind_listeners, raise_descriptor_limit, server_options
+from pannier.daemon.loads.load_registry import LoadRegistry
 from pannier.daemon.logging import set_up_logging
 from pannier.daemon.malloc import keep_freed_memory
 from pannier.daemon.metrics import Metrics, SaveCounts
@@ -124,7 +125,8 @@ async def serving(
     Args:
         leave: called when it has been idle for ``config.idle_exit_s``.
     """
-    status_registry, daemon_info = StatusRegistry(), DaemonInfo(config.host)
+    status_registry = StatusRegistry()
+    daemon_info = DaemonInfo(config.host, loads=LoadRegistry(sees_all=True))
     planners = Planners(config.planner)
     stores = Stores(allow=config.allow, storage_options=config.storage_options)
     with ThreadPoolExecutor(_THREADS, "pannier-plan") as threads:
@@ -156,7 +158,7 @@ async def serving(
             status_registry, begin=tasks.begin, suspect_after_s=config.suspect_after_s
         )
         IncarnationWatch(registry)
-        streams = SidecarStreams(registry, stores)
+        streams = SidecarStreams(registry, stores, daemon_info.loads)
         service = CoordinatorService(registry, stores, planners, streams, cache)
         read_state = read_on_loop(asyncio.get_running_loop())
         metrics = Metrics("coordinator", daemon_info)
@@ -199,7 +201,10 @@ async def serving(
             await server.start()
             await status_services.serve()
             _log.info("coordinator %s serves on %s", package_version(), config.address)
-            watches = [asyncio.get_running_loop().create_task(monitor.run())]
+            watches = [
+                asyncio.get_running_loop().create_task(monitor.run()),
+                asyncio.get_running_loop().create_task(daemon_info.loads.keep_checking()),
+            ]
             if config.idle_exit_s is not None:
 
                 def busy() -> bool:

@@ -24,6 +24,7 @@ from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.save_spec import DisagreementError
 from pannier.coordinator.saves.states import State
 from pannier.coordinator.stores import Stores
+from pannier.daemon.loads.load_registry import LoadRegistry
 from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
 from pannier.wire.errors import (
@@ -69,7 +70,8 @@ class _Stream:
 class SidecarStreams:
     """All attached sidecars."""
 
-    def __init__(self, registry: Registry, stores: Stores) -> None:
+    def __init__(self, registry: Registry, stores: Stores, loads: LoadRegistry) -> None:
+        self._loads = loads
         self._registry = registry
         self._stores = stores
         self._peers = SidecarPeers(registry)
@@ -169,6 +171,7 @@ class SidecarStreams:
                 self._peers.check_handed_over(save, each.context.rank)
             saves[save.key] = save
         apply_trainer_reports(self._registry, peer, request.trainers)
+        self._apply_loads(peer, request)
         for save in saves.values():
             save.progress()
             last, summary = stream.last_sent[save.key], _summary(save)
@@ -177,6 +180,13 @@ class SidecarStreams:
                 stream.last_sent[save.key], stream.sent_at[save.key] = summary, time.monotonic()
             elif last != summary:
                 stream.add(save)
+
+    def _apply_loads(self, peer: SidecarPeer, request: coordinator_pb2.AttachRequest) -> None:
+        for report in request.loads:
+            try:
+                self._loads.apply(report)
+            except (InvalidRequestError, OverloadedError) as error:
+                _log.error("a report of a load on host %s is not valid: %s", peer.host, error)
 
     def _enter(
         self,

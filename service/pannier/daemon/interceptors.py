@@ -26,6 +26,8 @@ STATUS_LIMITS: Final = {
     "/pannier.v1.Status/ListSaves": 32,
     "/pannier.v1.Status/GetSave": 32,
     "/pannier.v1.Status/WatchSave": 64,
+    "/pannier.v1.Status/GetLoad": 32,
+    "/pannier.v1.Status/WatchLoad": 64,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": 16,
 }
 """Calls at a time of the services that every daemon has."""

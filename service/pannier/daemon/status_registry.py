@@ -43,13 +43,39 @@ class _Entry:
     render: Render
 
 
-class StatusRegistry:
-    """Saves by id, the newest last, until their owners remove them. Thread-safe."""
+class Notifier:
+    """Notifies coroutines of changes, each of those that it watches. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
         self._watches: set[Watch] = set()
+
+    def notify(self, key: str) -> None:
+        """Notifies watches that the status of ``key`` changed."""
+        with self._lock:
+            watches = [watch for watch in self._watches if watch.key in (None, key)]
+        for watch in watches:
+            watch.notify()
+
+    def watch(self, key: str | None = None) -> "Watch":
+        """Notifications for one key, or for all; a context manager, for a coroutine."""
+        return Watch(self, key)
+
+    def _add(self, watch: "Watch") -> None:
+        with self._lock:
+            self._watches.add(watch)
+
+    def _discard(self, watch: "Watch") -> None:
+        with self._lock:
+            self._watches.discard(watch)
+
+
+class StatusRegistry(Notifier):
+    """Saves by id (:func:`save_text`), the newest last, until their owners remove them. Thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entries: dict[str, _Entry] = {}
 
     def put(self, save: save_pb2.SaveId, checkpoint_id: str, render: Render) -> None:
         """Adds a save, the newest from now on, and notifies watches."""
@@ -63,13 +89,6 @@ class StatusRegistry:
         with self._lock:
             self._entries.pop(key, None)
         self.notify(key)
-
-    def notify(self, key: str) -> None:
-        """Notifies watches that the status of ``key`` (:func:`save_text`) changed."""
-        with self._lock:
-            watches = [watch for watch in self._watches if watch.key in (None, key)]
-        for watch in watches:
-            watch.notify()
 
     def find(self, name: str) -> str:
         """Key of a save by its id, or of the newest save to a checkpoint id.
@@ -113,34 +132,22 @@ class StatusRegistry:
                 found.append(status)
         return found
 
-    def watch(self, key: str | None = None) -> "Watch":
-        """Notifications for one save, or for all; a context manager, for a coroutine."""
-        return Watch(self, key)
-
-    def _add(self, watch: "Watch") -> None:
-        with self._lock:
-            self._watches.add(watch)
-
-    def _discard(self, watch: "Watch") -> None:
-        with self._lock:
-            self._watches.discard(watch)
-
 
 class Watch:
     """Keeps one notification until the next wait; for one coroutine of the loop it is created on."""
 
-    def __init__(self, status_registry: StatusRegistry, key: str | None) -> None:
-        self._status_registry = status_registry
+    def __init__(self, notifier: Notifier, key: str | None) -> None:
+        self._notifier = notifier
         self.key = key
         self._loop = asyncio.get_running_loop()
         self._notified = asyncio.Event()
 
     def __enter__(self) -> "Watch":
-        self._status_registry._add(self)
+        self._notifier._add(self)
         return self
 
     def __exit__(self, *details: object) -> None:
-        self._status_registry._discard(self)
+        self._notifier._discard(self)
 
     def notify(self) -> None:
         """Ends the current or next wait. Any thread."""

@@ -7,7 +7,7 @@ daemon's event loop.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
@@ -15,8 +15,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pannier.common import timeouts
+from pannier.daemon.loads.load_registry import LoadRegistry
 from pannier.daemon.status_registry import TERMINAL, StatusRegistry
-from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from pannier.v1 import load_status_pb2, save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire.version import package_version
 
 _STATUS: Final = "pannier.v1.Status"
@@ -59,6 +60,8 @@ class DaemonInfo:
     """Called on the event loop."""
     trainers: Callable[[], int] | None = None
     """The same: connected trainers. None: of a coordinator."""
+    loads: LoadRegistry = field(default_factory=LoadRegistry)
+    """Those that were reported to it."""
 
     @property
     def state(self) -> str:
@@ -136,6 +139,10 @@ class _StatusServicer(status_pb2_grpc.StatusServicer):
         response.saves.extend(
             self._status_registry.list(job=request.job, states=request.states, limit=request.limit)
         )
+        if not request.states:
+            response.loads.extend(
+                self._daemon_info.loads.list(job=request.job, limit=request.limit)
+            )
         return response
 
     async def GetSave(
@@ -157,6 +164,30 @@ class _StatusServicer(status_pb2_grpc.StatusServicer):
                     yield status_pb2.WatchSaveResponse(save=status)
                     sent = status
                 if status.state in TERMINAL:
+                    return
+                await asyncio.sleep(timeouts.STATUS_INTERVAL_S)
+                await watch.wait(timeouts.STATUS_REFRESH_S)
+
+    async def GetLoad(
+        self, request: status_pb2.GetLoadRequest, context: Any
+    ) -> status_pb2.GetLoadResponse:
+        """See the proto."""
+        return status_pb2.GetLoadResponse(load=self._daemon_info.loads.get(request.id))
+
+    async def WatchLoad(
+        self, request: status_pb2.WatchLoadRequest, context: Any
+    ) -> AsyncIterator[status_pb2.WatchLoadResponse]:
+        """See the proto."""
+        loads = self._daemon_info.loads
+        key = loads.find(request.id)
+        sent: load_status_pb2.LoadStatus | None = None
+        with loads.watch(key) as watch:
+            while True:
+                status = loads.status_of(key)
+                if status != sent:
+                    yield status_pb2.WatchLoadResponse(load=status)
+                    sent = status
+                if status.state != load_status_pb2.LOAD_STATE_LOADING:
                     return
                 await asyncio.sleep(timeouts.STATUS_INTERVAL_S)
                 await watch.wait(timeouts.STATUS_REFRESH_S)

@@ -19,6 +19,7 @@ import grpc
 from pannier.common import observer_clock, timeouts
 from pannier.sidecar.coordinator_client import CoordinatorClient
 from pannier.sidecar.liveness import TrainerLiveness
+from pannier.sidecar.restore.load_reports import LoadReports, Sent
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import FAILED, RankSave, Save
 from pannier.sidecar.status import is_reportable, rank_report
@@ -53,6 +54,7 @@ class _StreamState:
     sent_at: float = 0.0
     trainers_at: float = 0.0
     planning_at: float = 0.0
+    loads: Sent = field(default_factory=Sent)
 
     @property
     def heartbeat_due(self) -> bool:
@@ -75,6 +77,7 @@ class CoordinatorStream:
         *,
         trainers: TrainerLiveness,
         watches: Watches,
+        loads: LoadReports,
         host: str,
         sidecar_id: str,
         job: str = "",
@@ -83,6 +86,7 @@ class CoordinatorStream:
         self._saves = saves
         self._trainers = trainers
         self._watches = watches
+        self._loads = loads
         self._host = host
         self._sidecar_id = sidecar_id
         self._job = job
@@ -225,6 +229,7 @@ class CoordinatorStream:
         )
         self._add_trainers(request, state)
         request.watched.extend(self._watches.unknown())
+        request.loads.extend(self._loads.reports(state.loads))
         return request
 
     def _request(
@@ -240,6 +245,8 @@ class CoordinatorStream:
             self._add_trainers(request, state)
         if requested:
             request.watched.extend(self._watches.unknown())
+        if state.loads.due:
+            request.loads.extend(self._loads.reports(state.loads))
         if now - state.planning_at >= timeouts.HEARTBEAT_S:
             state.planning_at = now
             request.watched.extend(self._planning(state))

@@ -34,6 +34,7 @@ from pannier.sidecar.multi_job.auth import JobAuth, JobAuthInterceptor
 from pannier.sidecar.multi_job.job_config import JobConfig
 from pannier.sidecar.multi_job.sockets import job_socket, serving_job
 from pannier.sidecar.restore.host_blocks import HostBlocks
+from pannier.sidecar.restore.load_reports import LoadReports
 from pannier.sidecar.restore.local_copies import LocalCopies
 from pannier.sidecar.rpc import restore_servicer, servicer
 from pannier.sidecar.rpc.connections import Connections, Watches
@@ -83,6 +84,7 @@ class Sidecar:
         )
         self.auth = None if job is None else JobAuth(job)
         self._job = job
+        self._loads = LoadReports(self.daemon_info.loads, job="" if job is None else job.name)
         self._slots = UploadSlots(config.memory)
         self._metrics = SaveMetrics()
         self.status_registry = StatusRegistry()
@@ -130,7 +132,7 @@ class Sidecar:
         if self.config.idle_exit_s is None:
             return False
         saves_s = self.saves.idle_s(self._coordinator.detached_s)
-        idle_s = min(saves_s, self._connections.idle_s() or 0.0)
+        idle_s = min(saves_s, self._connections.idle_s() or 0.0, self._loads.idle_s())
         if idle_s < self.config.idle_exit_s:
             return False
         _log.info("idle for %.0f s: exiting", idle_s)
@@ -258,6 +260,7 @@ class Sidecar:
             self.saves,
             trainers=self.trainers,
             watches=watches,
+            loads=self._loads,
             host=config.host,
             sidecar_id=uuid.uuid4().hex,
             job="" if self._job is None else self._job.name,
@@ -378,6 +381,7 @@ class Sidecar:
             self._uploads.await_clean_up,
             self.blocks,
             lambda: self._descriptors,
+            loads=self._loads,
             token_first=self.auth is not None,
             peer=peer_fields(config),
         )

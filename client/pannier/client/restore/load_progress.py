@@ -150,7 +150,9 @@ class LoadProgress:
                 waiting_for=waiting_for if self._ended is None else "",
                 last_error=self._error,
                 seconds=(self._ended or time.monotonic()) - self._began,
-                **self._events,
+                retries=self._events["retries"],
+                hedges=self._events["hedges"],
+                rejected_blocks=self._events["rejected_blocks"],
             )
             return load_status_pb2.LoadReport(
                 call=self.call, ranks=self.ranks, status=status, pid=os.getpid(), **self._about

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
 from pannier.sidecar.restore.host_blocks import HostBlocks
+from pannier.sidecar.restore.load_reports import LoadReports
 from pannier.sidecar.restore.local_copies import LocalCopies
 from pannier.sidecar.rpc.fetch_stream import FetchStream, first_message
-from pannier.v1 import restore_pb2, restore_pb2_grpc
+from pannier.v1 import load_status_pb2, restore_pb2, restore_pb2_grpc
 from pannier.wire import limits
 from pannier.wire.errors import VersionMismatchError
 from pannier.wire.version import WIRE_VERSION
@@ -20,6 +21,7 @@ LIMITS: Final = {
     f"/{NAME}/Locate": 128,
     # One per rank that loads.
     f"/{NAME}/Fetch": 512,
+    f"/{NAME}/Report": 1024,
 }
 """Calls at a time."""
 
@@ -31,6 +33,7 @@ class RestoreServicer(restore_pb2_grpc.RestoreServicer):
         await_clean_up: waits until the files of an attempt that has ended are a local copy, or free.
         blocks: what this host fetches for loads.
         descriptors: name of the socket that passes descriptors; "": there is none.
+        loads: takes reports of loads.
         token_first: it requires the digest of the job's token.
         peer: where and how other hosts reach this sidecar, as in LocateResponse.
     """
@@ -42,9 +45,11 @@ class RestoreServicer(restore_pb2_grpc.RestoreServicer):
         blocks: HostBlocks,
         descriptors: Callable[[], str],
         *,
+        loads: LoadReports,
         token_first: bool,
         peer: restore_pb2.LocateResponse,
     ) -> None:
+        self._loads = loads
         self._local_copies = local_copies
         self._await_clean_up = await_clean_up
         self._blocks = blocks
@@ -96,3 +101,10 @@ class RestoreServicer(restore_pb2_grpc.RestoreServicer):
                 yield response
         finally:
             await stream.close()
+
+    async def Report(
+        self, requests: AsyncIterator[load_status_pb2.ReportRequest], context: Any
+    ) -> load_status_pb2.ReportResponse:
+        """Takes the reports of a rank's load."""
+        await self._loads.follow(requests)
+        return load_status_pb2.ReportResponse()

@@ -1,0 +1,1 @@
+"""Running loads and those that have ended, as ranks report them."""

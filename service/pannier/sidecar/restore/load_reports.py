@@ -1,0 +1,127 @@
+"""The reports of this host's loads: from trainers in, to the coordinator out.
+
+In: streams of trainers. Out: loads for operators, here and, while it is attached, at the coordinator. A
+stream that ends before its load does means that the trainer's process is dead, unless it comes back. On the
+event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+
+from pannier.common import timeouts
+from pannier.daemon.loads.load_registry import LoadRegistry
+from pannier.v1 import load_status_pb2
+from pannier.wire.errors import InvalidRequestError, VersionMismatchError
+from pannier.wire.version import WIRE_VERSION, package_version
+
+
+@dataclass
+class Sent:
+    """What one stream to the coordinator has had."""
+
+    at: float = 0.0
+    calls: set[str] = field(default_factory=set)
+    """Reported with the ranks of their group."""
+    ended: set[str] = field(default_factory=set)
+    """Whose end was reported."""
+
+    @property
+    def due(self) -> bool:
+        """Whether loads are to be reported again."""
+        return time.monotonic() - self.at >= timeouts.HEARTBEAT_S
+
+
+class LoadReports:
+    """See the module.
+
+    Args:
+        registry: of this daemon.
+        job: the only job that the sidecar serves; empty: any.
+    """
+
+    def __init__(self, registry: LoadRegistry, *, job: str = "") -> None:
+        self._registry = registry
+        self._job = job
+        self._streams: dict[str, int] = {}
+        """Open ones by call."""
+        self._idle_since = time.monotonic()
+
+    async def follow(self, requests: AsyncIterator[load_status_pb2.ReportRequest]) -> None:
+        """Takes one trainer's reports, until it ends the stream.
+
+        Raises VersionMismatchError, InvalidRequestError, OverloadedError.
+        """
+        call = ""
+        try:
+            async for request in requests:
+                report = request.report
+                if not call:
+                    _check_version(request.wire_version)
+                    self._registry.apply(self._named(report))
+                    call = report.call
+                    self._streams[call] = self._streams.get(call, 0) + 1
+                elif report.call != call:
+                    raise InvalidRequestError("a stream of reports is about one call of load")
+                else:
+                    self._registry.apply(self._named(report))
+        finally:
+            if call:
+                self._close(call)
+
+    def reports(self, sent: Sent) -> Iterator[load_status_pb2.LoadReport]:
+        """What the coordinator doesn't know: running loads, and ended ones once."""
+        sent.at = time.monotonic()
+        known = set()
+        for load, rank in self._registry.ranks():
+            known.add(rank.call)
+            if rank.ended and rank.call in sent.ended:
+                continue
+            yield load_status_pb2.LoadReport(
+                call=rank.call,
+                load=load.load_id,
+                group=load.group,
+                job=load.job,
+                checkpoint_id=load.checkpoint_id,
+                attempt=load.attempt,
+                ranks=() if rank.call in sent.calls else load.group_ranks,
+                status=rank.status(),
+                pid=rank.pid,
+            )
+            sent.calls.add(rank.call)
+            if rank.ended:
+                sent.ended.add(rank.call)
+            else:
+                # It came back.
+                sent.ended.discard(rank.call)
+        sent.calls &= known
+        sent.ended &= known
+
+    def idle_s(self) -> float:
+        """Seconds since the last stream ended; 0: one is open."""
+        return 0.0 if self._streams else time.monotonic() - self._idle_since
+
+    def _named(self, report: load_status_pb2.LoadReport) -> load_status_pb2.LoadReport:
+        if self._job:
+            report.job = self._job
+        return report
+
+    def _close(self, call: str) -> None:
+        self._streams[call] -= 1
+        if not self._streams[call]:
+            del self._streams[call]
+            self._idle_since = time.monotonic()
+            asyncio.get_running_loop().call_later(timeouts.TRAINER_RETURN_S, self._lose, call)
+
+    def _lose(self, call: str) -> None:
+        if call not in self._streams:
+            self._registry.lose(call, "died while it loaded")
+
+
+def _check_version(version: int) -> None:
+    if version != WIRE_VERSION:
+        raise VersionMismatchError(
+            f"the trainer speaks wire version {version}, this sidecar (pannier {package_version()}) "
+            f"version {WIRE_VERSION}: install the same version on both"
+        )
