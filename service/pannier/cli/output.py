@@ -17,7 +17,7 @@ from pannier.common.units import size_text
 
 _ANY_WIDTH: Final = 1 << 20
 _COLOURS: Final = {
-    **dict.fromkeys(("COMMITTED", "DURABLE", "committed"), "green"),
+    **dict.fromkeys(("COMMITTED", "DURABLE", "LOADED", "committed"), "green"),
     **dict.fromkeys(("ABORTED", "FAILED", "aborted"), "red"),
     **dict.fromkeys(("IN_DOUBT", "MISSING", "undecided"), "yellow"),
 }

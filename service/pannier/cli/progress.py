@@ -8,24 +8,15 @@ from collections.abc import Callable
 from typing import Final
 
 from rich.console import Group, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID
-from rich.table import Column
-from rich.text import Text
 
-from pannier.cli import output, save_view
-from pannier.cli.table import shorten_start
+from pannier.cli import save_view
+from pannier.cli.bars import ALL, Bars, rows_of
 from pannier.common import timeouts
 from pannier.common.wait_text import Awaited, waiting_text
 from pannier.v1 import save_pb2
 
-_MOST_RANKS: Final = 16
-"""With more, there is a bar per host."""
-_RATE_S: Final = 5.0
-"""The rate is that of so many last seconds."""
-_LABEL: Final = 22
 _OTHER_LINES: Final = 8
 """Of the terminal's, below and above the bars."""
-_ALL: Final = "all"
 
 
 class SaveProgress:
@@ -37,19 +28,7 @@ class SaveProgress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._bars = Progress(
-            _Cell(lambda task: task.description),
-            _Cell(lambda task: output.word(task.fields["state"])),
-            BarColumn(None, table_column=Column(ratio=1)),
-            _Cell(_percent, right=True),
-            _Cell(_rate, right=True),
-            _Cell(_time_left, right=True),
-            auto_refresh=False,
-            expand=True,
-            get_time=clock,
-            speed_estimate_period=_RATE_S,
-        )
-        self._tasks: dict[str, TaskID] = {}
+        self._bars = Bars(clock)
         self._moved: dict[int, tuple[tuple[int, ...], float]] = {}
         """By rank, its last progress and when that was observed."""
         self._save = save_pb2.SaveStatus()
@@ -68,7 +47,7 @@ class SaveProgress:
         for number in save.waiting_on.ranks:
             # A sidecar lists its own host's ranks only.
             self._moved.setdefault(number, ((), now))
-        for label, ranks in _rows(save).items():
+        for label, ranks in rows_of(save.ranks).items():
             self._update_bar(label, ranks)
 
     def _update_bar(self, label: str, ranks: list[save_pb2.RankStatus]) -> None:
@@ -77,28 +56,13 @@ class SaveProgress:
         if not total and all(rank.phase == save_pb2.RANK_PHASE_DURABLE for rank in ranks):
             # Ranks without data, which only write a receipt.
             total = done = 1
-        state = "" if label == _ALL else _state(ranks)
-        if label not in self._tasks:
-            self._tasks[label] = self._bars.add_task(label, total=None, state=state)
-        self._bars.update(self._tasks[label], total=total or None, completed=done, state=state)
+        state = "" if label == ALL else _state(ranks)
+        self._bars.update(label, done=done, total=total, state=state)
 
     def render(self, height: int) -> RenderableType:
         """The save now, in ``height`` lines."""
         parts: list[RenderableType] = [save_view.heading(self._save)]
-        tasks = {task.description: task for task in self._bars.tasks}
-        whole = tasks.pop(_ALL, None)
-        bars = list(tasks.values())
-        room = max(1, height - _OTHER_LINES)
-        if len(bars) > room:
-            bars.sort(key=lambda task: task.percentage)
-        if bars:
-            shown = bars[:room] + ([whole] if whole is not None and len(bars) > 1 else [])
-            parts.append(self._bars.make_tasks_table(shown))
-        if len(bars) > room:
-            least = bars[room].percentage
-            parts.append(
-                Text(f"and {len(bars) - room} more, at {least:.0f} % and above", style="dim")
-            )
+        parts += self._bars.render(height - _OTHER_LINES)
         if late := self.late():
             parts.append(save_view.waiting(late, self._save.waiting_on.deadline_s))
         return Group(*parts)
@@ -134,47 +98,6 @@ class SaveProgress:
     def _late_ranks(self) -> list[int]:
         before = self._clock() - timeouts.UNRESPONSIVE_S
         return [rank for rank in self._save.waiting_on.ranks if self._moved[rank][1] <= before]
-
-
-class _Cell(ProgressColumn):
-    """A text of a task."""
-
-    def __init__(self, text: Callable[[Task], str | Text], *, right: bool = False) -> None:
-        super().__init__(Column(no_wrap=True, justify="right" if right else "left"))
-        self._text = text
-
-    def render(self, task: Task) -> Text:
-        """The text now."""
-        text = self._text(task)
-        return Text(text) if isinstance(text, str) else text
-
-
-def _percent(task: Task) -> str:
-    return f"{task.percentage:.0f} %" if task.total is not None else ""
-
-
-def _rate(task: Task) -> str:
-    return f"{output.size(task.speed)}/s" if task.speed and not task.finished else ""
-
-
-def _time_left(task: Task) -> str:
-    left = task.time_remaining
-    return "" if left is None or task.finished else f"{output.duration(left)} left"
-
-
-def _rows(save: save_pb2.SaveStatus) -> dict[str, list[save_pb2.RankStatus]]:
-    """Ranks by the label of their bar."""
-    rows: dict[str, list[save_pb2.RankStatus]] = {}
-    for rank in sorted(save.ranks, key=lambda rank: rank.rank):
-        if len(save.ranks) > _MOST_RANKS:
-            label = shorten_start(rank.host or "unknown host", _LABEL)
-        else:
-            number = f"rank {rank.rank}"
-            label = f"{number}  {shorten_start(rank.host, _LABEL - len(number) - 2)}"
-        rows.setdefault(label, []).append(rank)
-    if rows:
-        rows[_ALL] = list(save.ranks)
-    return rows
 
 
 def _state(ranks: list[save_pb2.RankStatus]) -> str:

@@ -1,11 +1,13 @@
-"""What saves cost and how often to save, by a daemon's committed saves. In: statuses. Out: advice by job. Pure."""
+"""What saves cost and how often to save, by a daemon's committed saves and its loads. In: statuses. Out: advice by
+job. Pure.
+"""
 
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from pannier.common.save_interval import RECENT, Advice, SaveCost, advise
-from pannier.v1 import save_pb2
+from pannier.v1 import load_status_pb2, save_pb2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,20 +31,39 @@ class GroupAdvice:
 
 
 def advice_of(
-    saves: Iterable[save_pb2.SaveStatus], mtbf_s: float | None = None
+    saves: Iterable[save_pb2.SaveStatus],
+    loads: Iterable[load_status_pb2.LoadStatus] = (),
+    mtbf_s: float | None = None,
 ) -> list[GroupAdvice]:
-    """For each job and group with a committed save among these, newest first; no load is known.
+    """For each job and group with a committed save among these, newest first.
+
+    Args:
+        loads: those by as many ranks, of checkpoints beside a group's own, show what a restore takes.
 
     Raises InvalidRequestError: ``mtbf_s`` is below 1.
     """
     groups: dict[tuple[str, str, int], list[SaveCost]] = {}
+    roots: dict[tuple[str, str, int], set[str]] = {}
     for save in saves:
         cost = _cost(save)
         if cost is not None:
             key = (save.save.job, save.save.group, len(save.ranks))
             groups.setdefault(key, []).append(cost)
-    advised = ((key, advise(costs[:RECENT], [], mtbf_s)) for key, costs in groups.items())
+            roots.setdefault(key, set()).add(_root(save.checkpoint_id))
+    loaded = [each for each in loads if each.state == load_status_pb2.LOAD_STATE_LOADED]
+    advised = []
+    for key, costs in groups.items():
+        restores = [
+            each.seconds
+            for each in loaded
+            if _root(each.checkpoint_id) in roots[key] and each.group_size == key[2]
+        ]
+        advised.append((key, advise(costs[:RECENT], restores[:RECENT], mtbf_s)))
     return [GroupAdvice(*key, advice) for key, advice in advised if advice is not None]
+
+
+def _root(checkpoint_id: str) -> str:
+    return checkpoint_id.rstrip("/").rpartition("/")[0]
 
 
 def _cost(save: save_pb2.SaveStatus) -> SaveCost | None:

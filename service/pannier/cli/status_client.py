@@ -1,7 +1,7 @@
 """A client of a daemon's Status service. In: calls. Out: messages or PannierErrors. Blocking."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +12,7 @@ import grpc
 
 from pannier.cli.options import Address, combined, option, tls_options
 from pannier.common import timeouts
-from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from pannier.v1 import load_status_pb2, save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses, errors
 from pannier.wire.auth_token import Metadata, TokenFile
 from pannier.wire.tls import open_channel, tls_of
@@ -76,6 +76,10 @@ def _refusal(address: str) -> str:
     except OSError as error:
         return (error.strerror or str(error)).lower()
     return ""
+
+
+class UnknownNameError(errors.PannierError):
+    """The daemon knows nothing by that name."""
 
 
 class NoDaemonError(errors.UnavailableError):
@@ -153,20 +157,39 @@ class StatusClient:
             )
             return response
 
+    def get_load(self, load: str) -> status_pb2.GetLoadResponse:
+        """By id, or the newest of a checkpoint id."""
+        with self._translated():
+            response: status_pb2.GetLoadResponse = self._stub.GetLoad(
+                status_pb2.GetLoadRequest(id=load),
+                timeout=timeouts.STATUS_CALL_S,
+                metadata=self._metadata,
+            )
+            return response
+
     def watch_save(self, save: str) -> Iterator[status_pb2.WatchSaveResponse]:
         """Every change until the terminal state; reconnects when the daemon is restarted meanwhile."""
+        request = status_pb2.WatchSaveRequest(id=save)
+        return self._follow("WatchSave", request, lambda each: each.save.state in TERMINAL)
+
+    def watch_load(self, load: str) -> Iterator[status_pb2.WatchLoadResponse]:
+        """The same of a load."""
+        request = status_pb2.WatchLoadRequest(id=load)
+        running = load_status_pb2.LOAD_STATE_LOADING
+        return self._follow("WatchLoad", request, lambda each: each.load.state != running)
+
+    def _follow(self, method: str, request: Any, is_last: Callable[[Any], bool]) -> Iterator[Any]:
         connected = False
         while True:
             try:
                 with self._translated():
-                    request = status_pb2.WatchSaveRequest(id=save)
-                    for response in self._stub.WatchSave(request, metadata=self._metadata):
+                    for response in getattr(self._stub, method)(request, metadata=self._metadata):
                         connected = True
                         yield response
-                        if response.save.state in TERMINAL:
+                        if is_last(response):
                             return
                 raise errors.UnavailableError(
-                    f"the daemon at {self.address} ended the stream of {save}"
+                    f"the daemon at {self.address} ended the stream of {request.id}"
                 )
             except errors.UnavailableError:
                 # Waits for a daemon only if it has responded before.
@@ -187,7 +210,7 @@ class StatusClient:
                 yield
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
-                    raise errors.PannierError(f"{self.address}: {error.details()}") from error
+                    raise UnknownNameError(f"{self.address}: {error.details()}") from error
                 raise
 
     def __enter__(self) -> "StatusClient":

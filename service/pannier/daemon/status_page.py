@@ -2,7 +2,7 @@
 
 In: a status registry and the daemon's own state. Out: routes for :mod:`pannier.daemon.http_server`.
 ``/status.json`` is ListSavesResponse without ranks, ``/save.json?id=`` is GetSaveResponse with all of
-them, in the form of ``pannier status --json``. Statuses are cached, those of ended saves for good, so
+them, ``/load.json?id=`` GetLoadResponse, in the form of ``pannier status --json``. Statuses are cached, those of ended saves for good, so
 that many viewers cost a daemon no more than one. Called by any thread.
 """
 
@@ -84,14 +84,20 @@ class StatusPage:
             "/": page,
             "/status.json": self._status,
             "/save.json": self._save,
+            "/load.json": self._load,
             "/metrics": metrics.respond,
         }
 
     def _status(self, request: Request) -> Response:
-        response: status_pb2.ListSavesResponse = self._read_state(
-            lambda: describe_daemon(self._daemon_info)
-        )
-        for key in self._status_registry.newest(requested_limit(request)):
+        limit = requested_limit(request)
+
+        def read() -> status_pb2.ListSavesResponse:
+            described = describe_daemon(self._daemon_info)
+            described.loads.extend(self._daemon_info.loads.list(limit=limit))
+            return described
+
+        response: status_pb2.ListSavesResponse = self._read_state(read)
+        for key in self._status_registry.newest(limit):
             brief = self._brief(key)
             if brief is not None:
                 response.saves.append(brief)
@@ -101,6 +107,11 @@ class StatusPage:
         key = self._status_registry.find(request.query.get("id", ""))
         with self._lock:
             return json_response(status_pb2.GetSaveResponse(save=self._rendered(key)))
+
+    def _load(self, request: Request) -> Response:
+        name = request.query.get("id", "")
+        load = self._read_state(lambda: self._daemon_info.loads.get(name))
+        return json_response(status_pb2.GetLoadResponse(load=load))
 
     def _brief(self, key: str) -> save_pb2.SaveStatus | None:
         """The status without ranks; None when the save was just removed."""

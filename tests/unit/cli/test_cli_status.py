@@ -10,7 +10,7 @@ import grpc
 import pytest
 from google.protobuf import json_format
 
-from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from pannier.v1 import load_status_pb2, save_pb2, status_pb2, status_pb2_grpc
 from support.processes.cli import pannier, pannier_in_terminal
 from support.processes.daemons import short_directory
 
@@ -57,6 +57,44 @@ COMMITTED = save(save_pb2.SAVE_STATE_COMMITTED, save_pb2.RANK_PHASE_DURABLE)
 ABORTED = save(save_pb2.SAVE_STATE_ABORTED, save_pb2.RANK_PHASE_FAILED)
 
 
+def load(state: load_status_pb2.LoadState, name: str = "load-1234") -> load_status_pb2.LoadStatus:
+    status = load_status_pb2.LoadStatus(
+        id=name,
+        checkpoint_id="gs://bucket/run/step-100",
+        state=state,
+        created_at=1.0,
+        seconds=3.5,
+        group_size=2,
+        bytes_total=4 << 30,
+        bytes_read=3 << 30,
+        hedges=1,
+    )
+    status.sources.add(source="own spool", files=5, bytes=2 << 30)
+    status.sources.add(source="node-3", files=1, bytes=1 << 30)
+    for rank in range(2):
+        made = status.ranks.add(
+            rank=rank, host=f"node-{rank}", bytes_total=2 << 30, seconds_since_seen=0.5
+        )
+        made.phase = load_status_pb2.LOAD_PHASE_READING
+        made.sources.add(source="own spool", files=5, bytes=1 << 30)
+    if state == load_status_pb2.LOAD_STATE_LOADING:
+        status.waiting_on.text = "rank 1 (host node-1, last seen 12 s ago)"
+        status.waiting_on.ranks.append(1)
+    if state == load_status_pb2.LOAD_STATE_FAILED:
+        status.failures.add(
+            rank=1,
+            host="node-1",
+            kind=save_pb2.FAILURE_KIND_LOST,
+            message="process 7 of rank 1 on host node-1 died while it loaded",
+        )
+    return status
+
+
+LOADING = load(load_status_pb2.LOAD_STATE_LOADING)
+LOADED = load(load_status_pb2.LOAD_STATE_LOADED)
+FAILED = load(load_status_pb2.LOAD_STATE_FAILED)
+
+
 class Scripted(status_pb2_grpc.StatusServicer):
     """Answers with ``saves``; a watcher gets the next of ``episodes``, which then breaks off."""
 
@@ -68,6 +106,8 @@ class Scripted(status_pb2_grpc.StatusServicer):
         self.saves = list(saves)
         self.backlog = (0, 0.0)
         self.episodes = [list(episode) for episode in episodes]
+        self.loads: list[load_status_pb2.LoadStatus] = []
+        """Of ``WatchLoad``: one after the other."""
         self.asked: list[object] = []
 
     def ListSaves(
@@ -81,6 +121,7 @@ class Scripted(status_pb2_grpc.StatusServicer):
             version="1.2.3",
             bytes_queued=self.backlog[0],
             oldest_upload_s=self.backlog[1],
+            loads=self.loads[:1],
         )
 
     def GetSave(
@@ -103,6 +144,24 @@ class Scripted(status_pb2_grpc.StatusServicer):
             yield status_pb2.WatchSaveResponse(save=status)
         if self.episodes:
             context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
+
+    def GetLoad(
+        self, request: status_pb2.GetLoadRequest, context: grpc.ServicerContext
+    ) -> status_pb2.GetLoadResponse:
+        for known in self.loads:
+            if request.id in (known.id, known.checkpoint_id):
+                return status_pb2.GetLoadResponse(load=known)
+        context.abort(grpc.StatusCode.NOT_FOUND, f"no load {request.id}")
+        raise AssertionError
+
+    def WatchLoad(
+        self, request: status_pb2.WatchLoadRequest, context: grpc.ServicerContext
+    ) -> Iterator[status_pb2.WatchLoadResponse]:
+        known = [status for status in self.loads if status.id == request.id]
+        if not known:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no load {request.id}")
+        for status in known:
+            yield status_pb2.WatchLoadResponse(load=status)
 
 
 Serve = Callable[[Scripted], str]
@@ -345,3 +404,57 @@ def test_watch_without_any_save_is_a_negative_answer(serve: Serve) -> None:
     result = pannier("watch", "--address", serve(Scripted()))
     assert result.code == 1
     assert "has no saves" in result.err
+
+
+def test_status_lists_loads_and_shows_one(serve: Serve) -> None:
+    daemon = Scripted([UPLOADING])
+    daemon.loads = [LOADING]
+    address = serve(daemon)
+    listed = pannier("status", "--address", address)
+    assert re.search(
+        r"step-100 +LOADING +3.0 GiB +3.5 s +2.0 GiB own spool, 1.0 GiB node-3", listed.out
+    )
+    answer = pannier("status", "--json", "--address", address).json()
+    assert json_format.ParseDict(answer, status_pb2.ListSavesResponse()).loads[0] == LOADING
+    shown = pannier("status", "load-1234", "--address", address)
+    assert shown.code == 0, shown
+    assert "waiting for rank 1 (host node-1, last seen 12 s ago)" in shown.out
+    assert "3.5 s; 2.0 GiB own spool, 1.0 GiB node-3; 1 hedge" in shown.out
+    assert len(re.findall("READING +1.0 GiB +2.0 GiB +1.0 GiB own spool", shown.out)) == 2
+    details = pannier("status", "load-1234", "--json", "--address", address).json()
+    assert json_format.ParseDict(details, status_pb2.GetLoadResponse()).load == LOADING
+
+
+@pytest.mark.parametrize(("end", "code"), [(LOADED, 0), (FAILED, 1)])
+def test_watch_ends_with_the_load(serve: Serve, end: load_status_pb2.LoadStatus, code: int) -> None:
+    daemon = Scripted()
+    daemon.loads = [LOADING, end]
+    address = serve(daemon)
+    for name in ([], ["load-1234"]):
+        result = pannier("watch", *name, "--address", address)
+        assert result.code == code, result
+        first, second, *details = result.out.splitlines()
+        assert first == "load-1234 LOADING: 70 % read, waiting for ranks [1]"
+        assert second == f"load-1234 {'FAILED' if code else 'LOADED'}"
+        died = "rank 1 (node-1): lost: process 7 of rank 1 on host node-1 died while it loaded"
+        assert (died in [each.lower() for each in details]) == bool(code), result
+    lines = pannier("watch", "--json", "--address", address).json_lines()
+    assert [json_format.ParseDict(each, load_status_pb2.LoadStatus()) for each in lines] == [
+        LOADING,
+        end,
+    ]
+
+
+def test_watch_in_a_terminal_shows_a_load_with_bars(serve: Serve) -> None:
+    daemon = Scripted()
+    daemon.loads = [LOADING, LOADED]
+    shown = pannier_in_terminal("watch", "load-1234", "--address", serve(daemon), columns=100).out
+    assert "rank 0  node-0" in shown
+    assert "50 %" in shown
+
+
+def test_advice_takes_what_restores_of_the_same_ranks_took(serve: Serve) -> None:
+    daemon = Scripted([committed(9, 0.2)])
+    daemon.loads = [LOADED]
+    out = pannier("status", "--address", serve(daemon)).out
+    assert "a restore takes 3.5 s (1 load)" in out

@@ -1,16 +1,22 @@
-"""``pannier status``: a daemon's saves, as a table or as JSON."""
+"""``pannier status``: a daemon's saves and loads, as tables or as JSON."""
 
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pannier.cli import output, save_view
+from pannier.cli import load_view, output, save_view
 from pannier.cli.options import Duration, output_options
 from pannier.cli.save_advice import GroupAdvice, advice_of
-from pannier.cli.status_client import StatusClient, daemon_option, embedded_sidecars
+from pannier.cli.status_client import (
+    StatusClient,
+    UnknownNameError,
+    daemon_option,
+    embedded_sidecars,
+)
 from pannier.common.message_json import as_dict
 from pannier.v1 import save_pb2, status_pb2
+from pannier.wire.errors import VersionMismatchError
 
 _STATES = [
     name.removeprefix("SAVE_STATE_").lower()
@@ -53,16 +59,18 @@ def command(
     as_json: bool,
     **tls: Path | None,
 ) -> None:
-    """Show saves and their progress; with SAVE, one of them with its ranks.
+    """Show saves and loads and their progress; with SAVE, one of them with its ranks.
 
-    SAVE is an id from the list, or a checkpoint id, which means its newest save.
+    SAVE is an id from the lists, of a save or a load, or a checkpoint id, which means
+    its newest save, else its newest load.
 
-    Below the list is what a save costs, for each job and group of ranks: medians
-    of its committed saves in the list.
+    Below the list of saves is what a save costs, for each job and group of ranks: medians
+    of its committed saves in the list. Loads are shown while they run and for an hour
+    after, unless --state is given.
 
     The JSON is a stable contract: pannier.v1.ListSavesResponse, with SAVE
-    pannier.v1.GetSaveResponse, in proto3's JSON form with the protos' field
-    names, every field present, and 64-bit integers as numbers. With --mtbf it
+    pannier.v1.GetSaveResponse, or GetLoadResponse of a load, in proto3's JSON form with the
+    protos' field names, every field present, and 64-bit integers as numbers. With --mtbf it
     has "advice" besides, a list with an object for each job and group: "job",
     "group", "ranks" (how many), "saves" (how many were measured), "cost" (their
     "stalled_s", "ingested_s", "durable_s"), "restore_s", "restores" (0: none was
@@ -78,8 +86,14 @@ def command(
             )
     with StatusClient(address, **tls) as client:
         if save is not None:
-            found = client.get_save(save)
-            advice = advice_of([found.save], mtbf)
+            found = _find(client, save)
+            if isinstance(found, status_pb2.GetLoadResponse):
+                if as_json:
+                    output.print_json(as_dict(found))
+                else:
+                    output.show(load_view.load_details(found.load), wide=wide)
+                return
+            advice = advice_of([found.save], mtbf_s=mtbf)
             if as_json:
                 output.print_json(_with_advice(as_dict(found), advice, mtbf))
             else:
@@ -93,7 +107,7 @@ def command(
                 limit=limit,
             )
         )
-    advice = advice_of(listed.saves, mtbf)
+    advice = advice_of(listed.saves, listed.loads, mtbf)
     if as_json:
         output.print_json(_with_advice(as_dict(listed), advice, mtbf))
         return
@@ -115,7 +129,23 @@ def command(
         output.show(save_view.saves_table(listed.saves), wide=wide)
     else:
         output.say("no saves")
+    if listed.loads:
+        output.show(load_view.loads_table(listed.loads), wide=wide)
     _say_advice(advice, mtbf)
+
+
+def _find(
+    client: StatusClient, name: str
+) -> status_pb2.GetSaveResponse | status_pb2.GetLoadResponse:
+    """A save, or else a load."""
+    try:
+        return client.get_save(name)
+    except UnknownNameError as unknown:
+        try:
+            return client.get_load(name)
+        except (UnknownNameError, VersionMismatchError):
+            # An older daemon shows no loads.
+            raise unknown from None
 
 
 def _with_advice(

@@ -1,19 +1,22 @@
-"""``pannier watch``: follows one save; the exit status is its outcome."""
+"""``pannier watch``: follows one save or load; the exit status is its outcome."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.console import RenderableType
 from rich.live import Live
 
-from pannier.cli import output, save_view
+from pannier.cli import load_view, output, save_view
 from pannier.cli.errors import NEGATIVE, OK
 from pannier.cli.options import output_options
 from pannier.cli.progress import SaveProgress
-from pannier.cli.status_client import TERMINAL, StatusClient, daemon_option
+from pannier.cli.status_client import TERMINAL, StatusClient, UnknownNameError, daemon_option
 from pannier.common.message_json import as_dict
-from pannier.v1 import save_pb2, status_pb2
-from pannier.wire.errors import PannierError
+from pannier.v1 import load_status_pb2, save_pb2, status_pb2
+from pannier.wire.errors import PannierError, VersionMismatchError
 
 
 @click.command("watch")
@@ -23,43 +26,81 @@ from pannier.wire.errors import PannierError
 def command(
     *, save: str | None, address: str | None, wide: bool, as_json: bool, **tls: Path | None
 ) -> None:
-    """Follow one save until it is committed (exit status 0) or aborted (1).
+    """Follow one save until it is committed (exit status 0) or aborted (1), or one load
+    until it has loaded (0) or failed (1).
 
-    SAVE is an id from `pannier status` or a checkpoint id, which means its
-    newest save; without it, the newest undecided save, else the newest. A terminal
-    gets a bar per rank, or per host above 16 ranks: what is in storage of its bytes, how fast
-    it is uploaded, and the time left. Ranks that make no progress are named.
+    SAVE is an id from `pannier status`, of a save or a load, or a checkpoint id, which means its
+    newest save, else its newest load; without it, the newest undecided save, else the newest
+    load that runs, else the newest save. A terminal gets a bar per rank, or per host above 16
+    ranks: what is in storage of its bytes, or read of them, how fast, and the time left. Ranks
+    that make no progress are named.
 
-    The JSON is a stable contract: one pannier.v1.SaveStatus per line, in the
+    The JSON is a stable contract: one pannier.v1.SaveStatus, or LoadStatus, per line, in the
     form that `pannier status --json` has.
     """
-    last: save_pb2.SaveStatus | None = None
-    progress, line = SaveProgress(), ""
+    last: Any = None
+    line = ""
     out = output.console()
     with StatusClient(address, **tls) as client, ExitStack() as stack:
-        changes = client.watch_save(save or _newest(client))
+        changes = _changes(client, save or _newest(client))
         live = None
         if out.is_terminal and not as_json:
             live = stack.enter_context(Live(console=out, transient=True))
-        for change in changes:
-            last = change.save
+        progress: SaveProgress | load_view.LoadProgress | None = None
+        for last in changes:
             if as_json:
                 output.print_json(as_dict(last))
                 continue
+            if progress is None:
+                progress = _progress(last)
             progress.update(last)
             if live is not None:
                 live.update(progress.render(out.height), refresh=True)
             elif line != (line := progress.line()):
                 output.say(line)
     if last is not None and not as_json:
-        output.show(save_view.save_details(last), wide=wide)
-    committed = last is not None and last.state == save_pb2.SAVE_STATE_COMMITTED
-    click.get_current_context().exit(OK if committed else NEGATIVE)
+        output.show(_details(last), wide=wide)
+    click.get_current_context().exit(OK if _is_good(last) else NEGATIVE)
+
+
+def _changes(client: StatusClient, name: str) -> Iterator[Any]:
+    """The statuses of a save, or else of a load."""
+    try:
+        yield from (change.save for change in client.watch_save(name))
+    except UnknownNameError as unknown:
+        try:
+            yield from (change.load for change in client.watch_load(name))
+        except (UnknownNameError, VersionMismatchError):
+            # An older daemon shows no loads.
+            raise unknown from None
+
+
+def _progress(status: Any) -> SaveProgress | load_view.LoadProgress:
+    return SaveProgress() if _is_save(status) else load_view.LoadProgress()
+
+
+def _details(status: Any) -> RenderableType:
+    if _is_save(status):
+        return save_view.save_details(status)
+    return load_view.load_details(status)
+
+
+def _is_save(status: Any) -> bool:
+    return isinstance(status, save_pb2.SaveStatus)
+
+
+def _is_good(status: Any) -> bool:
+    if _is_save(status):
+        return bool(status.state == save_pb2.SAVE_STATE_COMMITTED)
+    return status is not None and bool(status.state == load_status_pb2.LOAD_STATE_LOADED)
 
 
 def _newest(client: StatusClient) -> str:
-    saves = client.list_saves(status_pb2.ListSavesRequest()).saves
-    if not saves:
-        raise PannierError(f"the daemon at {client.address} has no saves")
-    under_way = [save for save in saves if save.state not in TERMINAL]
-    return (under_way or saves)[0].id
+    listed = client.list_saves(status_pb2.ListSavesRequest())
+    undecided = [save.id for save in listed.saves if save.state not in TERMINAL]
+    running = [load.id for load in listed.loads if load.state == load_status_pb2.LOAD_STATE_LOADING]
+    saves = [save.id for save in listed.saves]
+    for names in (undecided, running, saves, [load.id for load in listed.loads]):
+        if names:
+            return names[0]
+    raise PannierError(f"the daemon at {client.address} has no saves")

@@ -70,6 +70,9 @@ class StatusGateway(status_pb2_grpc.StatusServicer):
         saves = [save for answer in answers for save in answer.saves]
         saves.sort(key=lambda save: save.created_at, reverse=True)
         merged.saves.extend(saves[: request.limit or _LIMIT])
+        loads = [load for answer in answers for load in answer.loads]
+        loads.sort(key=lambda load: load.created_at, reverse=True)
+        merged.loads.extend(loads[: request.limit or _LIMIT])
         return merged
 
     async def GetSave(
@@ -86,6 +89,24 @@ class StatusGateway(status_pb2_grpc.StatusServicer):
         job, save = await self._jobs.find(request.id)
         try:
             async for response in self._jobs.watch(job, status_pb2.WatchSaveRequest(id=save.id)):
+                yield response
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, peer=f"the sidecar of job {job}") from error
+
+    async def GetLoad(
+        self, request: status_pb2.GetLoadRequest, context: Any
+    ) -> status_pb2.GetLoadResponse:
+        """See the proto."""
+        _, load = await self._jobs.find_load(request.id)
+        return status_pb2.GetLoadResponse(load=load)
+
+    async def WatchLoad(
+        self, request: status_pb2.WatchLoadRequest, context: Any
+    ) -> AsyncIterator[status_pb2.WatchLoadResponse]:
+        """See the proto."""
+        job, load = await self._jobs.find_load(request.id)
+        try:
+            async for response in self._jobs.watch(job, status_pb2.WatchLoadRequest(id=load.id)):
                 yield response
         except grpc.RpcError as error:
             raise from_rpc_error(error, peer=f"the sidecar of job {job}") from error
@@ -184,6 +205,11 @@ class _Pages:
         asked = status_pb2.GetSaveRequest(id=request.query.get("id", ""))
         return json_response(self._on_loop(self._status.GetSave(asked, None)))
 
+    def load(self, request: Request) -> Response:
+        """``/load.json?id=``."""
+        asked = status_pb2.GetLoadRequest(id=request.query.get("id", ""))
+        return json_response(self._on_loop(self._status.GetLoad(asked, None)))
+
     def _on_loop(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * timeouts.JOB_CALL_S)
 
@@ -240,6 +266,7 @@ async def _serve(config: SidecarConfig, jobs: JobSidecars, reports: socket.socke
                 "/": page,
                 "/status.json": pages.list,
                 "/save.json": pages.save,
+                "/load.json": pages.load,
                 "/metrics": metrics.respond,
             }
             with serve_http(config.metrics, routes, setting="--metrics"):

@@ -19,9 +19,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 
 from pannier.common import timeouts
+from pannier.daemon.loads.load_registry import UnknownLoadError
 from pannier.daemon.status_registry import UnknownSaveError
 from pannier.sidecar.multi_job.sockets import http_address, operator_address
-from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from pannier.v1 import load_status_pb2, save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire.addresses import channel_options
 from pannier.wire.auth_token import token_metadata
 from pannier.wire.errors import from_rpc_error
@@ -102,11 +103,7 @@ class JobSidecars:
     async def find(self, id_: str) -> tuple[str, save_pb2.SaveStatus]:
         """The job of a save, and its status. Raises UnknownSaveError."""
         request = status_pb2.GetSaveRequest(id=id_)
-        answers = await self.ask_all(
-            lambda job: self.call(
-                job, status_pb2_grpc.StatusStub, "GetSave", request, timeouts.JOB_CALL_S
-            )
-        )
+        answers = await self._get("GetSave", request)
         found = [
             (answer.save.created_at, job, answer.save)
             for job, answer in answers.items()
@@ -117,10 +114,34 @@ class JobSidecars:
         _, job, save = max(found, key=lambda each: each[:2])
         return job, save
 
-    def watch(self, job: str, request: status_pb2.WatchSaveRequest) -> Any:
+    async def find_load(self, id_: str) -> tuple[str, load_status_pb2.LoadStatus]:
+        """The same of a load. Raises UnknownLoadError."""
+        answers = await self._get("GetLoad", status_pb2.GetLoadRequest(id=id_))
+        found = [
+            (answer.load.created_at, job, answer.load)
+            for job, answer in answers.items()
+            if isinstance(answer, status_pb2.GetLoadResponse)
+        ]
+        if not found:
+            raise UnknownLoadError(f"no job of this node has a load {id_!r}")
+        _, job, load = max(found, key=lambda each: each[:2])
+        return job, load
+
+    def watch(
+        self, job: str, request: status_pb2.WatchSaveRequest | status_pb2.WatchLoadRequest
+    ) -> Any:
         """The stream of the job's sidecar."""
         stub: Any = status_pb2_grpc.StatusStub(self._channel(job))
-        return stub.WatchSave(request, metadata=self._metadata)
+        is_load = isinstance(request, status_pb2.WatchLoadRequest)
+        call = stub.WatchLoad if is_load else stub.WatchSave
+        return call(request, metadata=self._metadata)
+
+    async def _get(self, method: str, request: Any) -> dict[str, Any]:
+        return await self.ask_all(
+            lambda job: self.call(
+                job, status_pb2_grpc.StatusStub, method, request, timeouts.JOB_CALL_S
+            )
+        )
 
     def is_serving(self, job: str) -> bool:
         """Whether its sidecar listens. Any thread."""
