@@ -37,6 +37,7 @@ from pannier.client.loading.load import load as load_checkpoint
 from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import console
+from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.load_sharing import LoadSharing
 from pannier.client.save_factory import configure, default_settings, raise_unretrieved
@@ -234,6 +235,7 @@ def load(
         verify=verify,
         before=raise_unretrieved,
         sharing=LoadSharing(default_settings),
+        reporting=LoadReporter(default_settings).reporting,
     )
 
 
