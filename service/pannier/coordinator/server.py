@@ -36,6 +36,7 @@ from pannier.daemon.health_server import serve_health
 from pannier.daemon.http_server import serve_http
 from pannier.daemon.interceptors import ErrorInterceptor
 from pannier.daemon.listeners import bind_listeners, raise_descriptor_limit, server_options
+from pannier.daemon.loads.load_metrics import load_families, observe_seconds
 from pannier.daemon.loads.load_registry import LoadRegistry
 from pannier.daemon.logging import set_up_logging
 from pannier.daemon.malloc import keep_freed_memory
@@ -166,6 +167,8 @@ async def serving(
         metrics.add(
             CoordinatorMetrics(registry, counts, streams.attached, retention, read_state).collect
         )
+        metrics.add(lambda: read_state(lambda: list(load_families(daemon_info.loads))))
+        observe_seconds(daemon_info.loads, metrics.registry)
         monitor = HeartbeatMonitor(
             registry, streams.attached, suspect_after_s=config.suspect_after_s
         )

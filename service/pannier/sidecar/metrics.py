@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from pannier.common import tracing
 from pannier.daemon.http_server import serve_http
+from pannier.daemon.loads.load_metrics import load_families, read_families
 from pannier.daemon.metrics import (
     ActiveSaves,
     Metrics,
@@ -241,7 +242,11 @@ def serving_http(
     served = Metrics("sidecar", daemon_info)
 
     def collect() -> list[Metric]:
-        return list(metrics.collect(daemon_info.backlog(), trainers(), connected=connected()))
+        return [
+            *metrics.collect(daemon_info.backlog(), trainers(), connected=connected()),
+            *load_families(daemon_info.loads),
+            *read_families(daemon_info.loads),
+        ]
 
     served.add(lambda: read_state(collect))
     page = StatusPage(board, daemon_info, read_state)

@@ -1,9 +1,10 @@
 """Loads as a daemon shows them: whose reports belong together, whom they wait for, and how they end."""
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from pannier.common import timeouts
-from pannier.daemon.loads import load_registry, load_state
+from pannier.daemon.loads import load_metrics, load_registry, load_state
 from pannier.daemon.loads.load_registry import LoadRegistry, UnknownLoadError
 from pannier.v1 import load_status_pb2, save_pb2
 from pannier.wire.errors import InvalidRequestError
@@ -184,3 +185,29 @@ def test_reports_without_a_call_or_of_endless_texts_are_refused_or_cut(clock: Cl
     [rank] = loads.get("/c/step-1").ranks
     assert len(rank.waiting_for) < 20_000
     assert rank.seconds_since_seen == 0
+
+
+def test_metrics_have_what_loads_did_by_source_and_outcome(clock: Clock) -> None:
+    loads, registry = LoadRegistry(), CollectorRegistry()
+    load_metrics.observe_seconds(loads, registry)
+    first, second = ReportingRank(0, "a", of=1, group="a"), ReportingRank(0, "b", of=1, group="b")
+    loads.apply(first(load="x", bytes={"own spool": 5, "node-2": 7, "node-3": 4}))
+    loads.apply(first(phase=LOADED, seconds=3.0, bytes={"own spool": 6, "bucket": 1}))
+    loads.apply(second(load="y", retries=3, rejected_blocks=1))
+
+    def value(name: str, **labels: str) -> float:
+        families = [*load_metrics.load_families(loads), *load_metrics.read_families(loads)]
+        samples = [sample for each in (*families, *registry.collect()) for sample in each.samples]
+        [found] = [each.value for each in samples if (each.name, each.labels) == (name, labels)]
+        return float(found)
+
+    assert value("pannier_loads") == 1
+    assert value("pannier_loads_ended_total", outcome="loaded") == 1
+    assert value("pannier_loads_ended_total", outcome="failed") == 0
+    assert value("pannier_load_bytes_total", source="own_spool") == 6
+    assert value("pannier_load_bytes_total", source="peer") == 11
+    assert value("pannier_load_bytes_total", source="bucket") == 1
+    assert value("pannier_load_retries_total") == 3
+    assert value("pannier_load_hedges_total") == 0
+    assert value("pannier_load_rejected_blocks_total") == 1
+    assert (value("pannier_load_seconds_count"), value("pannier_load_seconds_sum")) == (1, 3.0)
