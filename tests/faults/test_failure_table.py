@@ -129,6 +129,13 @@ ROWS = {
         "faults/test_local_copies.py::test_trainers_that_start_again_on_their_host_read_no_data_from_the_bucket",
         "faults/test_local_copies.py::test_embedded_daemons_that_outlive_the_trainer_have_its_last_checkpoint",
     ],
+    "a rank never calls load": [
+        "integration/test_loads_in_step.py::a_rank_that_never_calls_load_is_named_and_the_next_load_works",
+        "integration/test_loads_in_step.py::groups_and_single_ranks_load_beside_each_other",
+    ],
+    "a rank ends or is stopped during a load": [
+        "faults/test_load_waits.py::test_a_rank_that_is_killed_or_stopped_is_named_on_all_others",
+    ],
     "the sidecar is killed before a load": [
         "faults/test_local_copies.py::test_a_sidecar_that_starts_again_still_has_the_copy",
     ],

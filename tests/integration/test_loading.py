@@ -93,8 +93,8 @@ def each_group_loads_by_itself() -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from pannier.client.loading.load import load
-    from pannier.client.loading.load_error import LoadError
     from pannier.client.loading.storage_reader import StorageReader
+    from pannier.client.ranks.load_error import LoadError
     from pannier.wire.errors import InvalidRequestError, StorageError
     from support.states.sharded import full_weight
 
@@ -134,7 +134,7 @@ def what_fails_on_one_rank_fails_on_all_by_name() -> None:
 
     from pannier.client.loading.filesystem import MissingError
     from pannier.client.loading.load import load
-    from pannier.client.loading.load_error import LoadError
+    from pannier.client.ranks.load_error import LoadError
     from pannier.wire.errors import InvalidRequestError
     from support.states.sharded import make_state
 

@@ -34,9 +34,9 @@ from pannier.client.handle import SaveHandle, SaveResult, SaveStatus
 from pannier.client.loading import catalog
 from pannier.client.loading.catalog import CheckpointInfo
 from pannier.client.loading.load import load as load_checkpoint
-from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import console
+from pannier.client.ranks.load_error import LoadError
 from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.load_sharing import LoadSharing
@@ -191,6 +191,7 @@ def load(
     process_group: Any = None,
     no_dist: bool = False,
     verify: bool = False,
+    timeout: float | None = None,
 ) -> LoadResult:
     """Loads a checkpoint into ``state_dict`` in place, as ``torch.distributed.checkpoint.load``.
 
@@ -213,6 +214,9 @@ def load(
         no_dist: this process loads by itself.
         verify: compare what is read with the checksums that were taken when it was saved; whole
             data files are read for that, from storage. Only for what Pannier wrote.
+        timeout: seconds to wait for another rank: to call ``load``, to plan, to read ``.metadata``
+            for all, to read its part (as long as it reads nothing more). Default: 600. The ranks
+            that were waited for are named by number and host. It must be the same on all ranks.
 
     Returns:
         how many files and bytes came from where, on all ranks together.
@@ -223,7 +227,9 @@ def load(
             part of ``state_dict`` is filled then.
         InvalidRequestError: an argument can't be accepted.
         StorageError: there is no such checkpoint, or ``.metadata`` can't be read.
-        LoadError: anything else; with failures by rank. It is torch's ``CheckpointException``, too.
+        LoadError: anything else; with failures by rank: also those that ended, or were not there in
+            time. It is torch's ``CheckpointException``, too. Where a rank ended or stopped while the
+            ranks exchanged their plans, the process group may be of no more use.
     """
     return load_checkpoint(
         state_dict,
@@ -233,6 +239,7 @@ def load(
         process_group=process_group,
         no_dist=no_dist,
         verify=verify,
+        timeout=timeout,
         before=raise_unretrieved,
         sharing=LoadSharing(default_settings),
         reporting=LoadReporter(default_settings).reporting,

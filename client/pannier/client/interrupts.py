@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +111,43 @@ _Job = tuple[Callable[[], Any], contextvars.Context, _Answer]
 _Inbox = queue.SimpleQueue[_Job]
 _idle: queue.SimpleQueue[_Inbox] = queue.SimpleQueue()
 """Inboxes of idle threads. Operations on it are in C, and so safe on the main thread."""
+
+
+class UnansweredError(Exception):
+    """A :class:`Call` has not ended yet."""
+
+
+class Call(Generic[_T]):
+    """A function that runs in another thread; the caller waits for it as long as it likes.
+
+    An exception in the caller's thread ends only its wait: what the function acquires must have an owner
+    that was made before. Raises RuntimeError where the interpreter is ending and starts no threads.
+    """
+
+    def __init__(self, function: Callable[[], _T]) -> None:
+        self._answer: _Answer = queue.SimpleQueue()
+        try:
+            inbox = _idle.get_nowait()
+        except queue.Empty:
+            inbox = queue.SimpleQueue()
+            # Not Thread.start, which waits on an event for the thread to run.
+            _thread.start_new_thread(_start_worker, (inbox,))
+        inbox.put((function, contextvars.copy_context(), self._answer))
+
+    def result(self, timeout: float | None = None) -> _T:
+        """What it returns or raises, once. Raises UnansweredError after ``timeout`` seconds."""
+        try:
+            result, error = self._answer.get(timeout=timeout)
+        except queue.Empty:
+            raise UnansweredError(f"no answer within {timeout:g} s") from None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # Its traceback holds this frame.
+                del error
+        found: _T = result
+        return found
 
 
 def aside(function: Callable[[], _T]) -> _T:

@@ -4,8 +4,9 @@ Checked against torch 2.9, 2.13 and 2.15. Everything else in the client imports 
 names, or these.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, Final
 
@@ -63,6 +64,15 @@ def own_connection(store: Store) -> Store:
         return clone
     except (AttributeError, RuntimeError):
         return store
+
+
+def on_current_device() -> Callable[[], AbstractContextManager[object]]:
+    """For another thread: makes this thread's current device its own, which collectives of NCCL go by."""
+    for module in (torch.cuda, torch.xpu):
+        if module.is_initialized():
+            index = module.current_device()
+            return functools.partial(module.device, index)
+    return nullcontext
 
 
 def has_size(dtype: torch.dtype) -> bool:
@@ -219,6 +229,7 @@ __all__ = [
     "has_size",
     "in_mesh",
     "local_tensors",
+    "on_current_device",
     "own_connection",
     "plain_torch_function",
     "set_element",

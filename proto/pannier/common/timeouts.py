@@ -152,6 +152,16 @@ FETCH_LAST_S: Final = 60.0 * SCALE
 """For such a block, when storage can't be read either."""
 FETCH_CLOSE_S: Final = 2.0 * SCALE
 """For the stream of fetched blocks to end with its load."""
+LOAD_S: Final = 600.0 * SCALE
+"""For another rank of a load, as long as it shows no progress; unless the caller gives a time."""
+WAIT_LOOK_S: Final = 1.0 * SCALE
+"""First pause between two looks which ranks of a load are missing."""
+WAIT_LONGEST_LOOK_S: Final = 10.0 * SCALE
+"""Longest such pause."""
+WAIT_LONGEST_POLL_S: Final = 0.05 * SCALE
+"""Longest pause between two looks whether all ranks have come."""
+READ_PROGRESS_S: Final = 2.0 * SCALE
+"""Between two reports of a rank that reads to those that wait for it."""
 
 # The sidecar's ingest and spool
 

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from pannier.client.loading.filesystem import StorageDir
 from pannier.client.loading.load import load
-from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
+from pannier.client.ranks.load_error import LoadError
 from pannier.client.restore import sources
 from pannier.client.staging import archives
 from pannier.wire.errors import IntegrityError, InvalidRequestError

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from pannier import client
 from pannier.client.loading import load as load_module
 from pannier.client.loading.load import load, recent_seconds
-from pannier.client.loading.load_error import LoadError
 from pannier.client.loading.storage_reader import StorageReader
+from pannier.client.ranks.load_error import LoadError
 from pannier.v1 import save_pb2
 from pannier.wire import errors, object_names
 from pannier.wire.errors import (

@@ -47,7 +47,7 @@ def test_a_rank_that_had_not_come_so_far_joins_the_others_after_a_restart() -> N
     now = uptime() + 10
     # As it is some seconds later, since processes take their time to start.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pg_store, "_uptime", lambda: now + 5)
+        patch.setattr(pg_store, "uptime_s", lambda: now + 5)
         for rank in (1, 0, 2, 3):
             assert begin(store, rank, f"word of {rank}", since=now) == (3, "word of 1")
         # From here on they are in step.

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PREFIX: Final = "pannier-incarnation"
-_CLOCK_S: Final = 0.5
+CLOCK_S: Final = 0.5
 """Rounding of two times on one machine."""
 
 
@@ -67,7 +67,7 @@ class RankStore:
         """
         count = incarnation = self.count(f"of/{self._rank}", 1)
         here = boot_id()
-        own = json.dumps([here, self._started_s, _uptime(), who or f"rank {self._rank}", text])
+        own = json.dumps([here, self._started_s, uptime_s(), who or f"rank {self._rank}", text])
         ended: set[tuple[str, float]] = set()
         while True:
             there = self.claim(str(incarnation), own)
@@ -78,7 +78,7 @@ class RankStore:
             if machine == here:
                 # Ranks begin once all are connected: what was written before this process started
                 # is from processes that have ended.
-                if written > self._started_s - _CLOCK_S:
+                if written > self._started_s - CLOCK_S:
                     self.count(_asked(incarnation), 1)
                     break
             elif (machine, since) not in ended:
@@ -217,5 +217,6 @@ def process_start_s() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _uptime() -> float:
+def uptime_s() -> float:
+    """Seconds since the machine's boot."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -30,6 +30,7 @@ from pannier.client.loading.filesystem import MissingError, Stat, StorageDir, op
 from pannier.client.messages import wait_log
 from pannier.client.messages.call_errors import at_call
 from pannier.client.process_group import is_alone
+from pannier.client.ranks.rank_hosts import default_hosts
 from pannier.common.locations import absolute
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
@@ -245,6 +246,7 @@ def _shared(
         )
     store = PrefixStore(_PREFIX, torch_compat.group_store(process_group))
     rank = dist.get_rank(process_group)
+    hosts = default_hosts()
     # Counted in the store, which may outlive this process group.
     key = str(store.add(f"calls/{rank}", 1))
     if rank == 0:
@@ -252,15 +254,16 @@ def _shared(
     # After the call was counted: so the next call is in step also if this one raises.
     before()
     first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
+    first_text = hosts.text([first])
     try:
         with wait_log.logged(
-            f"latest below {root}", lambda: f"rank {first} to list what is in storage"
+            f"latest below {root}", lambda: f"{first_text} to list what is in storage"
         ):
             store.wait([key], timedelta(seconds=timeout))
         answer = json.loads(store.get(key))
     except RuntimeError as error:  # torch's DistStoreError
         raise DeadlineError(
-            f"waiting for ranks [{first}]: after {timeout:g} s rank {first} has not reported the "
+            f"waiting for {first_text}: after {timeout:g} s it has not reported the "
             f"newest checkpoint below {root}; does it call latest() as often as rank "
             f"{dist.get_rank()}? ({error})"
         ) from error

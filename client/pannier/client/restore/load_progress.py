@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from pannier.client.restore.load_result import BUCKET, OWN_SPOOL, ReadCounts
+from pannier.common.units import size_text
 from pannier.v1 import load_status_pb2
 from pannier.wire.failures import cut_text
 
@@ -87,6 +88,12 @@ class LoadProgress:
         """What was read so far."""
         with self._lock:
             return ReadCounts(Counter(self._source_of.values()), Counter(self._bytes))
+
+    def text(self) -> str:
+        """``1.2 GiB of 4.0 GiB read``; empty before it reads."""
+        with self._lock:
+            done, total = sum(self._bytes.values()), self._bytes_total
+        return f"{size_text(done)} of {size_text(total)} read" if done else ""
 
     # What it does.
 

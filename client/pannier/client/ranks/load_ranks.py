@@ -1,0 +1,374 @@
+"""The ranks of one load: what they exchange, and how each of them learns that another one failed.
+
+In: what each rank does at a step. Out: what the ranks make of it together, on all of them, or one error on
+all of them. Before each collective all ranks meet at a barrier with names (:mod:`store_barrier`), and the
+collective itself is waited for in another thread, so that a rank that doesn't come, ends or stops is a
+LoadError with its number and host on the others. Blocking; for one load of one rank.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, NoReturn, TypeVar, cast
+
+import torch.distributed as dist
+
+from pannier.client import torch_compat
+from pannier.client.interrupts import Call, UnansweredError
+from pannier.client.messages import wait_log
+from pannier.client.ranks.rank_hosts import default_hosts
+from pannier.client.ranks.rank_problem import Failed, Problem, failed_without, lost
+from pannier.client.ranks.store_barrier import Missing, Settle, Step, StoreBarrier
+from pannier.client.timers import Timers
+from pannier.common import timeouts
+from pannier.common.deadline import Deadline
+from pannier.wire.errors import PannierError
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+CALL: Final = Step("call", "to call load")
+METADATA: Final = Step("metadata", "to read .metadata from storage", is_by_first=True)
+PLAN: Final = Step("plan", "to plan what it reads")
+GLOBAL_PLAN: Final = Step("global-plan", "to put the ranks' plans together", is_by_first=True)
+READ: Final = Step("read", "to read its part")
+END: Final = Step("end", "to take over what was read")
+STEPS: Final = (CALL, METADATA, PLAN, GLOBAL_PLAN, READ, END)
+"""In their order."""
+ShowWait = Callable[[Callable[[], str]], contextlib.AbstractContextManager[None]]
+"""Shows what a rank waits for, as its argument describes it, as long as the context lasts."""
+_INLINE_BYTES: Final = 1 << 16
+"""What the store itself carries to all ranks; more goes through a collective."""
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The outcome of a step that succeeded."""
+
+    value: Any
+
+
+_Outcome = _Shared | Failed | PannierError
+
+
+class LoadRanks:
+    """The ranks that load together; one rank by itself waits for no other.
+
+    Args:
+        process_group: None: all ranks.
+        alone: this process loads by itself.
+        timeout_s: how long other ranks are waited for at each step, as long as none shows progress.
+        description: of the load, for messages.
+
+    Raises:
+        LoadError: from all methods: a rank failed, ended or was not there in time.
+    """
+
+    def __init__(
+        self, process_group: Any, *, alone: bool, timeout_s: float, description: str
+    ) -> None:
+        self._description = description
+        self._process_group = process_group
+        self._timeout_s = timeout_s
+        self.rank: Final = 0 if alone else dist.get_rank()
+        """Global rank."""
+        self.ranks: Final = (
+            [0]
+            if alone
+            else dist.get_process_group_ranks(
+                dist.group.WORLD if process_group is None else process_group
+            )
+        )
+        """Global ranks, in the group's order."""
+        self._ahead = list(STEPS)
+        """Steps to which this rank hasn't come yet; none after the load has failed."""
+        self._step = CALL
+        """The last one to which it came."""
+        self._show_wait: ShowWait = lambda _: contextlib.nullcontext()
+        self._barrier: StoreBarrier | None = None
+        if len(self.ranks) > 1:
+            self._barrier = StoreBarrier(
+                torch_compat.group_store(process_group),
+                self.ranks,
+                default_hosts(),
+                name="load",
+                description=description,
+                timeout_s=timeout_s,
+            )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the group's first rank, DCP's coordinator."""
+        return self.rank == self.ranks[0]
+
+    def __enter__(self) -> "LoadRanks":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Lets the other ranks know of an exception between two steps."""
+        if error is not None:
+            self._report(error)
+
+    def show_waits(self, show: ShowWait) -> None:
+        """Waits are shown by ``show``, too; before the first step."""
+        self._show_wait = show
+
+    def together(
+        self, step: Step, make: Callable[[], T], settle: Callable[[Mapping[int, T]], R]
+    ) -> R:
+        """What ``settle`` makes of all ranks' values, by global rank.
+
+        Args:
+            make: this rank's value, small and picklable; what it raises is raised on all ranks.
+            settle: called on any rank, or several; what it raises is raised on all ranks.
+        """
+        found: R = self._come(step, make, settle).value
+        return found
+
+    def from_first(self, step: Step, make: Callable[[], T], size: Callable[[T], int]) -> T:
+        """What the first rank makes, or its error, on all ranks.
+
+        Args:
+            size: bytes of what it makes.
+        """
+        made: list[T] = []
+
+        def at_first() -> T | PannierError | None:
+            if not self.is_first:
+                return None
+            try:
+                made.append(make())
+            except PannierError as error:
+                # On all ranks as it is.
+                return error
+            return made[0] if size(made[0]) <= _INLINE_BYTES else None
+
+        shared = self._come(step, at_first, lambda values: values[self.ranks[0]]).value
+        if isinstance(shared, PannierError):
+            raise shared
+        found = made[0] if self.is_first else shared
+        return cast("T", found) if shared is not None else self._broadcast(found)
+
+    def plan(self, make: Callable[[], T], make_global: Callable[[list[T]], Sequence[T]]) -> T:
+        """This rank's part of the global plan.
+
+        Args:
+            make: this rank's local plan.
+            make_global: called on the first rank alone, with all ranks' plans.
+        """
+        local: list[T] = []
+        final: list[T] = []
+
+        def plan_globally() -> None:
+            if self.is_first:
+                final.extend(make_global(plans))
+
+        self._come(PLAN, lambda: local.append(make()), _nothing)
+        plans = self._gather(local[0])
+        self._come(GLOBAL_PLAN, plan_globally, _nothing)
+        return self._scatter(final)
+
+    @contextlib.contextmanager
+    def showing_progress(self, step: Step, describe: Callable[[], str]) -> Iterator[None]:
+        """Shows the other ranks, while this block runs, how far this rank is before a step."""
+        barrier = self._barrier
+        if barrier is None:
+            yield
+            return
+        timers = Timers("pannier-load-progress")
+
+        def show() -> None:
+            barrier.show_progress(step, describe())
+            timers.start(timeouts.READ_PROGRESS_S, show)
+
+        timers.start(timeouts.READ_PROGRESS_S, show)
+        try:
+            yield
+        finally:
+            timers.close()
+
+    def _come(
+        self, step: Step, make: Callable[[], T], settle: Callable[[Mapping[int, T]], R]
+    ) -> _Shared:
+        """Comes to a step; raises its failure."""
+        self._step = step
+        settled = self._settling(step, settle)
+        try:
+            value = make()
+        except Exception as error:
+            outcome = self._report(error)
+            if isinstance(outcome, _Shared):
+                # Another rank has ended the step without this one.
+                raise
+            self._raise(outcome, error)
+        self._ahead.remove(step)
+        if self._barrier is None:
+            outcome = settled({self.rank: value}, None)
+        else:
+            with self._waited(step):
+                outcome = self._barrier.arrive(step, value, settled)
+        return self._succeeded(outcome)
+
+    def _succeeded(self, outcome: _Outcome) -> _Shared:
+        if not isinstance(outcome, _Shared):
+            self._raise(outcome)
+        return outcome
+
+    def _raise(self, outcome: Failed | PannierError, own: Exception | None = None) -> NoReturn:
+        self._ahead.clear()
+        if self._barrier is not None:
+            self._barrier.leave(self._step)
+        if isinstance(outcome, PannierError):
+            raise outcome
+        raised = {} if own is None else {self.rank: own}
+        raise outcome.error(raised) from outcome.first_cause(raised)
+
+    def _settling(self, step: Step, settle: Callable[[Mapping[int, Any]], Any]) -> Settle:
+        def settled(values: Mapping[int, Any], missing: Missing | None) -> _Outcome:
+            problems = {rank: each for rank, each in values.items() if isinstance(each, Problem)}
+            if missing is not None:
+                return failed_without(self._description, step, missing, problems)
+            if problems:
+                return Failed(problems)
+            try:
+                return _Shared(settle(values))
+            except PannierError as error:
+                return error
+
+        return settled
+
+    def _report(self, error: BaseException | Problem) -> _Outcome:
+        """Lets the other ranks know why this one failed; the outcome of the step that it ended.
+
+        A step that the others have ended without this rank is over: then it is the next one.
+        """
+        problem = error if isinstance(error, Problem) else Problem.of(error)
+        outcome: _Outcome = Failed({self.rank: problem})
+        while self._ahead:
+            step = self._step = self._ahead.pop(0)
+            if self._barrier is None:
+                break
+            is_awaited = not step.is_by_first or self.is_first or problem.is_lost
+            # An interrupted process shall end soon.
+            is_patient = is_awaited and isinstance(error, Exception | Problem)
+            try:
+                outcome = self._barrier.fail(
+                    step,
+                    problem,
+                    self._settling(step, _nothing),
+                    grace_s=timeouts.CAUSES_S if is_patient else 0.0,
+                )
+            except PannierError as unreported:
+                _log.warning(
+                    "%s: the other ranks can't be notified: %s", self._description, unreported
+                )
+                break
+            if not isinstance(outcome, _Shared):
+                break
+        self._ahead.clear()
+        return outcome
+
+    @contextlib.contextmanager
+    def _waited(self, step: Step) -> Iterator[None]:
+        """Logs and shows the wait in this block."""
+
+        def reason() -> str:
+            assert self._barrier is not None
+            others = f"rank {self.ranks[0]}" if step.is_by_first else "all ranks of the group"
+            return f"{self._barrier.waiting_for or others} {step.action}"
+
+        with wait_log.logged(self._description, reason), self._show_wait(reason):
+            yield
+
+    # Collectives, once all ranks have come.
+
+    def _gather(self, value: T) -> list[T]:
+        """All ranks' values, on the first rank; elsewhere empty."""
+        if self._barrier is None:
+            return [value]
+        values: list[Any] = [None] * len(self.ranks) if self.is_first else []
+
+        def gather() -> None:
+            dist.gather_object(
+                value,
+                values if self.is_first else None,
+                dst=self.ranks[0],
+                group=self._process_group,
+            )
+
+        self._exchange(gather)
+        return values
+
+    def _scatter(self, values: Sequence[T]) -> T:
+        """This rank's one of the first rank's values."""
+        if self._barrier is None:
+            return values[0]
+        found: list[Any] = [None]
+
+        def scatter() -> None:
+            dist.scatter_object_list(
+                found,
+                list(values) if self.is_first else None,
+                src=self.ranks[0],
+                group=self._process_group,
+            )
+
+        self._exchange(scatter)
+        return cast("T", found[0])
+
+    def _broadcast(self, value: T | None) -> T:
+        """The first rank's value."""
+        if self._barrier is None:
+            return cast("T", value)
+        values = [value]
+        self._exchange(
+            lambda: dist.broadcast_object_list(values, src=self.ranks[0], group=self._process_group)
+        )
+        return cast("T", values[0])
+
+    def _exchange(self, collective: Callable[[], object]) -> None:
+        """Runs a collective in another thread: torch's can't be interrupted, and end late.
+
+        A rank that ends or stops within is named by those that come to the next step.
+        """
+        assert self._barrier is not None
+        on_device = torch_compat.on_current_device()
+
+        def run() -> None:
+            with on_device():
+                collective()
+
+        deadline = Deadline(self._timeout_s)
+        call = Call(run)
+        problem: Problem | None = None
+        while problem is None:
+            try:
+                call.result(timeouts.WAIT_LOOK_S)
+                return
+            except UnansweredError:
+                outcome = self._barrier.outcome(self._ahead[0])
+                if outcome is not None:
+                    self._succeeded(outcome)
+                if deadline.passed:
+                    problem = lost(
+                        f"the exchange between the ranks did not end within {self._timeout_s:g} s"
+                    )
+            except RuntimeError as error:
+                problem = lost(f"the exchange between the ranks broke off: {error}")
+        outcome = self._report(problem)
+        if isinstance(outcome, _Shared):
+            outcome = Failed({self.rank: problem})
+        self._raise(outcome)
+
+
+def _nothing(values: Mapping[int, Any]) -> None:
+    """The outcome of a step that has none."""

@@ -1,0 +1,203 @@
+"""Which host each rank runs on, for messages, and whether ranks of this machine still run.
+
+In: every rank registers itself in the default process group's store, at its first ``latest`` or ``load``.
+Out: texts such as ``rank 3 (host node-2)``. A rank that has not registered is known by the others that
+its launcher started on the same host. Blocking, as the store is; thread-safe.
+"""
+
+import json
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from pannier.client.embedded.network import boot_id
+from pannier.client.embedded.pg_store import CLOCK_S, process_start_s, uptime_s
+from pannier.client.torch_compat import Store, group_store
+from pannier.wire.failures import ranks_text, shorten
+
+_PREFIX: Final = "pannier-hosts"
+_SHOWN: Final = 4
+"""Hosts spelled out in a text."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """Where one rank runs."""
+
+    host: str
+    machine: str
+    """The same for processes that see each other: of one kernel and PID namespace."""
+    pid: int
+    started_s: float
+    """Of the process, since the machine's boot."""
+    written_s: float
+    first: int
+    """The first rank that the launcher started on this host; -1: not known."""
+    count: int
+    """How many, from that on."""
+
+    def is_beside(self, rank: int) -> bool:
+        """Whether the launcher started a rank on the same host."""
+        return 0 <= rank - self.first < self.count if self.first >= 0 else False
+
+
+class RankHosts:
+    """What is known of the ranks of the default process group.
+
+    Args:
+        rank: this process's global rank.
+        store: default: that of the default process group.
+    """
+
+    def __init__(self, rank: int, store: Store | None = None) -> None:
+        self._store = PrefixStore(_PREFIX, store or group_store(None))
+        self.rank: Final = rank
+        self.own: Final = _own_record(rank)
+        self._known: dict[int, RankRecord] = {}
+
+    def register(self) -> None:
+        """Lets the other ranks know where this one is, and looks up rank 0, which often serves the store."""
+        self._store.set(str(self.rank), json.dumps(asdict(self.own)))
+        self._record(0)
+
+    def server_text(self) -> str:
+        """Which process serves the store, as far as that is known without it."""
+        known = self._known.get(0)
+        place = _place(self.known_host(0), _state(known) if known and self._is_seen(known) else "")
+        return f"rank 0{place} or its launcher"
+
+    def known_host(self, rank: int) -> str:
+        """The host of a rank, without a look into the store; empty: not known."""
+        if rank == self.rank or self.own.is_beside(rank):
+            return self.own.host
+        return self._known[rank].host if rank in self._known else ""
+
+    def host(self, rank: int) -> str:
+        """The host of a rank; empty: not known."""
+        self._record(rank)
+        if known := self.known_host(rank):
+            return known
+        # Launchers mostly start as many ranks on each host, in order.
+        count = max(self.own.count, 1)
+        begin = rank // count * count
+        for other in range(begin, begin + count):
+            found = self._record(other) if other not in (rank, self.rank) else None
+            if found is not None and found.is_beside(rank):
+                return found.host
+        return ""
+
+    def text(self, ranks: Iterable[int]) -> str:
+        """``rank 3 (host node-2), ranks [5, 6] (host node-3, stopped)``."""
+        by_place: defaultdict[str, list[int]] = defaultdict(list)
+        for rank in ranks:
+            by_place[self._place(rank)].append(rank)
+        texts = [ranks_text(listed) + place for place, listed in by_place.items()]
+        return shorten(texts, _SHOWN)
+
+    def dead(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those of the ranks whose processes ran on this machine and have ended, with a description."""
+        found = {}
+        for rank in ranks:
+            record = self._seen_record(rank)
+            if record is not None and _state(record) == "ended":
+                found[rank] = f"its process {record.pid} has ended"
+        return found
+
+    def _place(self, rank: int) -> str:
+        record = self._seen_record(rank)
+        return _place(self.host(rank), _state(record) if record is not None else "")
+
+    def _seen_record(self, rank: int) -> RankRecord | None:
+        """A rank's record, if its process can be seen from here."""
+        record = self._record(rank)
+        return record if record is not None and self._is_seen(record) else None
+
+    def _is_seen(self, record: RankRecord) -> bool:
+        # The store may outlive processes. Ranks begin once all are connected: what was written before
+        # this process started is from an earlier start.
+        now = record.written_s > self.own.started_s - CLOCK_S
+        return now and record.machine == self.own.machine
+
+    def _record(self, rank: int) -> RankRecord | None:
+        key = str(rank)
+        # `get` alone would wait for a value.
+        if rank not in self._known and self._store.check([key]):
+            self._known[rank] = RankRecord(**json.loads(self._store.get(key)))
+        return self._known.get(rank)
+
+
+def _place(host: str, state: str) -> str:
+    if not host:
+        return ""
+    return f" (host {host}, {state})" if state else f" (host {host})"
+
+
+def _own_record(rank: int) -> RankRecord:
+    first, count = _launched_here(rank)
+    return RankRecord(
+        host=socket.gethostname(),
+        machine=f"{boot_id()} {_pid_namespace()}",
+        pid=os.getpid(),
+        started_s=process_start_s(),
+        written_s=uptime_s(),
+        first=first,
+        count=count,
+    )
+
+
+def _launched_here(rank: int) -> tuple[int, int]:
+    """First and number of this host's ranks, by what torchrun sets; (-1, 0): not known."""
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    numbers = [os.environ.get(name, "") for name in names]
+    if not all(number.isdecimal() for number in numbers):
+        return -1, 0
+    launched, local, count = map(int, numbers)
+    return (rank - local, count) if launched == rank and local < count else (-1, 0)
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # a sandbox without it
+        return socket.gethostname()
+
+
+def _state(record: RankRecord) -> str:
+    """``ended`` or ``stopped``; empty: it runs, or that can't be seen."""
+    try:
+        text = Path(f"/proc/{record.pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return "" if _exists(record.pid) else "ended"
+    except OSError:
+        return ""
+    # The process name, in brackets, may contain spaces.
+    fields = text.rpartition(b")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    if fields[0] in (b"Z", b"X") or abs(started_s - record.started_s) > CLOCK_S:
+        return "ended"
+    return "stopped" if fields[0] in (b"T", b"t") else ""
+
+
+def _exists(pid: int) -> bool:
+    """Also where /proc hides processes of other users."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def default_hosts() -> RankHosts:
+    """Of the default process group, with this process registered."""
+    hosts = RankHosts(dist.get_rank())
+    hosts.register()
+    return hosts

@@ -1,0 +1,236 @@
+"""Ranks that load together stay in step: what fails or is missing on one of them is known on all, by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from support.processes.ranks import run_in_turn
+
+
+def a_rank_that_never_calls_load_is_named_and_the_next_load_works() -> None:
+    import os
+    import socket
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    from pannier import client
+    from pannier.v1 import save_pb2
+    from support.processes.stretch import stretched
+
+    rank, place = dist.get_rank(), os.environ["PLACE"]
+    state = {"w": torch.zeros(6)}
+    at_end = rf"load of {place}: after \d+ s still waiting for rank 2 \(host .*\) to call load"
+    if rank == 2:
+        dist.barrier()
+    # The rank that is late learns at once that this load is over.
+    with pytest.raises(client.LoadError, match=at_end) as caught:
+        client.load(state, checkpoint_id=place, timeout=stretched(1.0))
+    assert [*caught.value.failures] == [2]
+    assert caught.value.failures[2].host == socket.gethostname()
+    assert caught.value.failures[2].kind == save_pb2.FAILURE_KIND_DEADLINE
+    del caught
+    if rank != 2:
+        dist.barrier()
+    for _ in range(2):
+        state = {"w": torch.zeros(6)}
+        client.load(state, checkpoint_id=place)
+        assert torch.equal(state["w"], torch.arange(6.0))
+
+
+def what_raises_at_any_step_ends_the_load_on_all_ranks() -> None:
+    import os
+    from typing import Any
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    from pannier import client
+    from pannier.client.loading import storage_reader
+    from pannier.client.loading.load import load
+
+    rank, place = dist.get_rank(), os.environ["PLACE"]
+
+    class OwnError(ValueError):
+        """One that no pickle can make again."""
+
+        def __init__(self, step: str, number: int) -> None:
+            super().__init__(f"{step} fails on rank {number}")
+
+    def fail(step: str) -> None:
+        if step == failing and rank == culprit:
+            raise OwnError(step, rank)
+
+    class Planner(DefaultLoadPlanner):
+        def set_up_planner(self, *arguments: Any) -> None:
+            fail("set_up_planner")
+            super().set_up_planner(*arguments)
+
+        def create_global_plan(self, plans: Any) -> Any:
+            fail("create_global_plan")
+            return super().create_global_plan(plans)
+
+        def finish_plan(self, plan: Any) -> Any:
+            fail("finish_plan")
+            return super().finish_plan(plan)
+
+    class Reader(storage_reader.StorageReader):
+        def resolve(self, **arguments: Any) -> bytes:
+            fail("resolve")
+            return super().resolve(**arguments)
+
+    class Object:
+        def state_dict(self) -> dict[str, Any]:
+            fail("state_dict")
+            return {"b": torch.zeros(2)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            fail("load_state_dict")
+
+    def once() -> torch.Tensor:
+        state: dict[str, Any] = {"w": torch.zeros(6), "deep": Object()}
+        load(state, Reader(place), planner=Planner(), before=lambda: fail("before"))
+        return state["w"]
+
+    steps = ("before", "state_dict", "set_up_planner", "finish_plan", "load_state_dict")
+    for failing, culprit in [
+        *((step, 1) for step in steps),
+        ("resolve", 0),
+        ("create_global_plan", 0),
+    ]:
+        text = f"rank {culprit}: OwnError: {failing} fails on rank {culprit}"
+        raised = OwnError if failing == "load_state_dict" and rank == 1 else client.LoadError
+        with pytest.raises(raised, match="fails on rank" if raised is OwnError else text):
+            once()
+    failing = ""
+    assert torch.equal(once(), torch.arange(6.0))
+
+
+def an_interrupt_on_one_rank_is_raised_there_and_named_elsewhere() -> None:
+    import os
+    from typing import Any
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    from pannier import client
+
+    class Interrupted(DefaultLoadPlanner):
+        def create_local_plan(self) -> Any:
+            raise KeyboardInterrupt
+
+    rank, place = dist.get_rank(), os.environ["PLACE"]
+    if rank == 1:
+        with pytest.raises(KeyboardInterrupt):
+            client.load({"w": torch.zeros(6)}, checkpoint_id=place, planner=Interrupted())
+    else:
+        with pytest.raises(client.LoadError, match="rank 1: KeyboardInterrupt"):
+            client.load({"w": torch.zeros(6)}, checkpoint_id=place)
+    client.load({"w": torch.zeros(6)}, checkpoint_id=place)
+
+
+def groups_and_single_ranks_load_beside_each_other() -> None:
+    import os
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    from pannier import client
+    from support.processes.stretch import stretched
+
+    rank, place = dist.get_rank(), os.environ["PLACE"]
+    pair = dist.new_group([1, 2])
+    if rank == 1:
+        with pytest.raises(client.LoadError, match=r"waiting for rank 2 \(host .*\) to call load"):
+            client.load(
+                {"w": torch.zeros(6)},
+                checkpoint_id=place,
+                process_group=pair,
+                timeout=stretched(0.5),
+            )
+    state = {"w": torch.zeros(6)}
+    client.load(state, checkpoint_id=place, no_dist=True)
+    assert torch.equal(state["w"], torch.arange(6.0))
+    client.load({"w": torch.zeros(6)}, checkpoint_id=place)
+    if rank == 2:
+        # The load that it missed is over; then it is in step.
+        with pytest.raises(client.LoadError, match="to call load"):
+            client.load({"w": torch.zeros(6)}, checkpoint_id=place, process_group=pair)
+    if rank:
+        client.load({"w": torch.zeros(6)}, checkpoint_id=place, process_group=pair)
+
+
+def a_rank_that_reads_on_is_waited_for_beyond_the_timeout() -> None:
+    import os
+    import time
+    from typing import Any
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    from pannier.client.loading.load import load
+    from pannier.client.loading.storage_reader import StorageReader
+    from pannier.client.ranks import load_ranks
+    from pannier.client.ranks.load_error import LoadError
+    from pannier.common import timeouts
+    from support.processes.stretch import stretched
+
+    rank, place = dist.get_rank(), os.environ["PLACE"]
+    began = time.monotonic()
+
+    class Slow(StorageReader):
+        stuck = False
+
+        def progress_text(self) -> str:
+            return "stuck" if self.stuck else f"{time.monotonic() - began:.3f} s read"
+
+        def read_data(self, *arguments: Any) -> Any:
+            if rank == 1:
+                time.sleep(stretched(3.0))
+            return super().read_data(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timeouts, "READ_PROGRESS_S", stretched(0.05))
+        patch.setattr(timeouts, "WAIT_LOOK_S", stretched(0.1))
+        # Through a collective, as the .metadata of a large checkpoint.
+        patch.setattr(load_ranks, "_INLINE_BYTES", 10)
+        load({"w": torch.zeros(6)}, Slow(place), timeout=stretched(1.0))
+        stuck = Slow(place)
+        stuck.stuck = True
+        with pytest.raises(
+            LoadError, match=r"rank 1 \(host .*\) \(rank 1: stuck\) to read its part"
+        ):
+            load({"w": torch.zeros(6)}, stuck, timeout=stretched(1.0))
+    load({"w": torch.zeros(6)}, checkpoint_id=place)
+
+
+SCENARIOS = (
+    (3, a_rank_that_never_calls_load_is_named_and_the_next_load_works),
+    (3, what_raises_at_any_step_ends_the_load_on_all_ranks),
+    (2, an_interrupt_on_one_rank_is_raised_there_and_named_elsewhere),
+    (3, groups_and_single_ranks_load_beside_each_other),
+    (2, a_rank_that_reads_on_is_waited_for_beyond_the_timeout),
+)
+
+
+@pytest.fixture(scope="module")
+def passed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    place = tmp_path_factory.mktemp("root") / "step-1"
+    state = {"w": torch.arange(6.0), "deep": {"b": torch.ones(2)}}
+    dcp.save(state, checkpoint_id=place, no_dist=True)
+    return run_in_turn(SCENARIOS, {"PLACE": str(Path(place))})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("scenario", [scenario.__name__ for _, scenario in SCENARIOS])
+def test_on_several_ranks(passed: set[str], scenario: str) -> None:
+    assert scenario in passed, "see the ranks' output where they were started"
