@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+from pannier.v1 import load_status_pb2
 from support.actors.hand import Party
+from support.actors.load_reporters import LOADED, READING, ReportingRank
 from support.network.browser import Browser, browsing
 from support.network.page_states import serving
 from support.network.status_pages import Scrape, get, until
@@ -226,3 +228,49 @@ def _colours(browser: Browser) -> int:
         }"""
     )
     return int(found)
+
+
+def test_a_load_is_listed_and_followed_and_its_failure_named(browser: Browser) -> None:
+    page = browser.page
+    with serving([]) as pages:
+        ranks = [
+            ReportingRank(rank, f"c{rank}", of=3, place=f"gs://bucket/{MARKUP}/step-7")
+            for rank in range(3)
+        ]
+        for rank in ranks:
+            pages.report(
+                rank(
+                    load="0123456789abcdef",
+                    phase=READING,
+                    bytes_total=4 << 30,
+                    bytes={"own spool": 1 << 30, "node-7": 1 << 20},
+                    waiting_for="node-7 (4 of 812 files, 1.2 GiB left)",
+                )
+            )
+        page.goto(pages.url())
+        expect(page.locator("#loadState")).to_have_text("LOADING")
+        expect(page.locator("#loadRanks tr")).to_have_count(6)
+        assert "step-7" in str(page.text_content("#tiles"))
+        assert page.text_content("#loadRate") == "25 % of 12.0 GiB read"
+        assert "3.0 GiB own spool, 3.0 MiB node-7" in str(page.text_content("#loadSources"))
+        assert (
+            page.text_content("#loadWaiting") == "waiting for node-7 (4 of 812 files, 1.2 GiB left)"
+        )
+        assert page.locator("#save").is_hidden()
+        page.click("#loads button")
+        assert page.url.endswith("#load-0123456789ab")
+        pages.report(ranks[0](phase=LOADED, waiting_for=""))
+        expect(page.locator("#loadRanks .LOADED")).to_have_count(1)
+        failed = "process 101 of rank 1 on host node-1 died while it loaded"
+        pages.report(ranks[1](phase=load_status_pb2.LOAD_PHASE_FAILED, last_error=failed))
+        expect(page.locator("#loadState")).to_have_text("FAILED")
+        assert f"rank 1 (node-1): {failed}" in str(page.text_content("#loadFailures"))
+        assert page.text_content("#loadRanks tr:first-child td:nth-child(3)") == "FAILED"
+        page.set_viewport_size({"width": 390, "height": 844})
+        wide = page.evaluate("document.documentElement.scrollWidth > innerWidth")
+        assert not wide
+        page.goto(pages.url("load-unknown"))
+        page.reload()
+        expect(page.locator("#unknown")).to_contain_text("knows no load 'load-unknown'")
+        page.goto("about:blank")
+    assert [each for each in browser.complaints if "404" not in each] == []

@@ -183,13 +183,13 @@ def _source(content: str) -> str:
 
 def _load() -> Response:
     directory = resources.files("pannier.daemon") / "page"
-    html, style, picture, script = (
+    html, style, picture, loads, script = (
         (directory / name).read_text(encoding="utf-8")
-        for name in ("page.html", "page.css", "picture.js", "page.js")
+        for name in ("page.html", "page.css", "picture.js", "loads.js", "page.js")
     )
-    script = f'"use strict";\n{picture}\n{script}'
+    script = f'"use strict";\n{picture}\n{loads}\n{script}'
     html = html.replace("{}", escape(_words()))
-    html = html.replace("/* page.css */", style).replace("/* picture.js, page.js */", script)
+    html = html.replace("/* page.css */", style).replace("/* picture.js, loads.js, page.js */", script)
     policy = (
         f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

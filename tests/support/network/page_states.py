@@ -15,11 +15,12 @@ from pathlib import Path
 from playwright.sync_api import Page
 
 from pannier.daemon.http_server import serve_http
+from pannier.daemon.loads.load_registry import LoadRegistry
 from pannier.daemon.metrics import Metrics
 from pannier.daemon.status_page import StatusPage
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import DaemonInfo
-from pannier.v1 import save_pb2
+from pannier.v1 import load_status_pb2, save_pb2
 from support.network.browser import browsing
 from support.processes.ranks import free_port
 
@@ -128,13 +129,18 @@ def committed(ranks: int, number: int = 38) -> save_pb2.SaveStatus:
 class Pages:
     """The pages of one daemon."""
 
-    def __init__(self, address: str, registry: StatusRegistry) -> None:
+    def __init__(self, address: str, registry: StatusRegistry, loads: LoadRegistry) -> None:
         self.address = address
         self._registry = registry
+        self._loads = loads
 
     def put(self, status: save_pb2.SaveStatus) -> None:
         """Shows the save, or its next status."""
         self._registry.put(status.save, status.checkpoint_id, lambda: status)
+
+    def report(self, report: load_status_pb2.LoadReport) -> None:
+        """Shows what a rank reports of its load."""
+        self._loads.apply(report)
 
     def url(self, shown: str = "") -> str:
         """The page, with this save shown."""
@@ -145,7 +151,7 @@ class Pages:
 def serving(statuses: Sequence[save_pb2.SaveStatus] = ()) -> Iterator[Pages]:
     """The pages of a coordinator with these saves, the newest last."""
     registry, daemon_info = StatusRegistry(), DaemonInfo("coordinator-0")
-    pages = Pages(f"127.0.0.1:{free_port()}", registry)
+    pages = Pages(f"127.0.0.1:{free_port()}", registry, daemon_info.loads)
     for status in statuses:
         pages.put(status)
     routes = StatusPage(registry, daemon_info, lambda read: read()).routes(

@@ -100,6 +100,8 @@ function showTiles(list) {
   const tiles = [["under way", under.length ? several(under.length, "save") : "none", under.length ? splitPath(under[0].checkpoint_id)[1] : ""]];
   tiles.push(["last commit", last ? splitPath(last.checkpoint_id)[1] : "none yet", last ? ago(now() - last.created_at - last.committed_s) : ""]);
   tiles.push(["aborted", failed.length ? `${failed.length} of ${list.saves.length}` : "none", failed.length ? `${splitPath(failed[0].checkpoint_id)[1]}, ${ago(now() - failed[0].created_at)}` : ""]);
+  const running = list.loads.filter(isRunning);
+  if (running.length) tiles.push(["loading", several(running.length, "load"), splitPath(running[0].checkpoint_id)[1]]);
   if (Number(list.spool_capacity_bytes)) {
     tiles.push(["to upload", size(list.bytes_queued), list.oldest_upload_s ? "the oldest for " + seconds(list.oldest_upload_s) : ""]);
     tiles.push(["spool", size(list.spool_bytes), size(list.spool_saves_bytes) + " of saves, " + size(list.spool_free_bytes) + " free"]);
@@ -270,7 +272,7 @@ update($("legend"), ...PHASES.map(phase => {
 }));
 onKey($("ranks"), key => pin(Number(key)));
 onKey($("pinned"), () => pin(null));
-onKey($("saves"), key => {
+for (const list of ["saves", "loads"]) onKey($(list), key => {
   location.hash = encodeURIComponent(key);
   $("shown").scrollIntoView({ block: "nearest" });
 });
@@ -290,17 +292,21 @@ async function read(path) {
   return answer.json();
 }
 
-// The chosen save, which may be older than the list; without a choice the newest that is under way.
+// The chosen save or load, which may be older than the list; without a choice the newest save that is under way, or else load.
 async function showChosen(list) {
-  const id = chosen || (list.saves.find(save => !TERMINAL.has(stateOf(save))) || list.saves[0] || {}).id;
+  const underWay = list.saves.find(save => !TERMINAL.has(stateOf(save))) || list.loads.find(isRunning);
+  const id = chosen || (underWay || list.saves[0] || list.loads[0] || {}).id || "", load = isLoad(id);
   let unknown = "";
   try {
-    if (id) showSave((await read("save.json?id=" + encodeURIComponent(id))).save);
+    if (load) showLoad((await read("load.json?id=" + encodeURIComponent(id))).load);
+    else if (id) showSave((await read("save.json?id=" + encodeURIComponent(id))).save);
   } catch (error) {
     if (error.status !== 404) throw error;
     unknown = error.message;
   }
-  if (!id || unknown) { shown = null; $("save").hidden = true; }
+  if (!id || unknown || load) { shown = null; $("save").hidden = true; }
+  $("load").hidden = Boolean(!load || unknown);
+  showLoads(list, id);
   $("unknown").hidden = !unknown;
   $("unknown").textContent = unknown && `${unknown.trim()}. It may be older than what the daemon remembers, or another daemon's.`;
 }
