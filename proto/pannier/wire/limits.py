@@ -187,9 +187,12 @@ def check_locate(request: restore_pb2.LocateRequest) -> None:
 
 
 def check_fetch_start(start: restore_pb2.FetchStart) -> None:
-    """The sizes in the first message of a load's stream, which names its load."""
-    if not (start.load and start.attempt):
-        raise InvalidRequestError("a load that fetches blocks has no id, or no attempt")
+    """The sizes in the first message of a load's stream, which names its load.
+
+    What Pannier didn't write has no attempt.
+    """
+    if not start.load:
+        raise InvalidRequestError("a load that fetches blocks has no id")
     check_words(load=start.load, attempt=start.attempt)
     _at_most(len(start.checkpoint_id.encode()), MAX_CHECKPOINT_ID, "bytes of a checkpoint id")
     _at_most(len(start.hosts), MAX_WORLD, "hosts of a load")
