@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from support.actors.scripted_sidecar import wait_until
 from support.network.certificates import Authority
-from support.processes.daemons import Daemons
-from support.processes.ranks import Ranks, free_port, run_ranks, start_ranks
-from support.storage.bucket import data_bytes
+from support.processes.daemons import Daemons, await_serving
+from support.processes.ranks import free_port, run_ranks, start_ranks
+from support.processes.stretch import BOUND_S
+from support.storage.bucket import data_bytes, data_reads
 from support.storage.gcs_server import GcsServer
 
 ROOT = "gs://bucket/shared"
@@ -25,7 +27,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from pannier import client
+from pannier.common import timeouts
 
+timeouts.FETCH_STALL_S = float(os.environ.get("STALL", "60"))
 WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
 if WORLD > 1:
     dist.init_process_group("gloo")
@@ -95,6 +99,12 @@ class Hosts:
         files = Authority(directory / "ca").issue("sidecar")
         for daemon in self.daemons.sidecars:
             daemon.arguments += ["--peers", f"127.0.0.1:{free_port()}", *files.flags]
+        for daemon in self.daemons.sidecars[1:]:
+            # A machine that stalls isn't a peer that does.
+            daemon.constants = {
+                f"pannier.common.timeouts.{name}": BOUND_S
+                for name in ("BLOCK_STALL_S", "BLOCK_FIRST_STALL_S")
+            }
 
     def environment(self, place: str, hosts: Sequence[int], kind: str) -> dict[str, str]:
         addresses = " ".join(self.daemons.sidecars[host].address for host in hosts)
@@ -108,10 +118,6 @@ class Hosts:
     def load(self, place: str, hosts: Sequence[int], kind: str = "replicated") -> "Loaded":
         environment = self.environment(place, hosts, kind)
         return Loaded(run_ranks(LOADING, len(hosts), environment, torchrun=False).outputs)
-
-    def loading(self, place: str, hosts: Sequence[int]) -> Ranks:
-        environment = self.environment(place, hosts, "replicated")
-        return start_ranks(LOADING, len(hosts), environment, torchrun=False)
 
     def read(self, place: str) -> int:
         return data_bytes(self.server, place.removeprefix("gs://bucket/"))
@@ -132,8 +138,11 @@ class Loaded:
 def hosts(tmp_path_factory: pytest.TempPathFactory, server: GcsServer) -> Iterator[Hosts]:
     made = Hosts(tmp_path_factory.mktemp("hosts"), server)
     with made.daemons:
-        for daemon in (made.daemons.coordinator, *made.daemons.sidecars):
-            daemon.start()
+        daemons = (made.daemons.coordinator, *made.daemons.sidecars)
+        for daemon in daemons:
+            daemon.start(ready=False)
+        for daemon in daemons:
+            await_serving(daemon.address, process=daemon.process)
         yield made
 
 
@@ -158,7 +167,45 @@ def test_hosts_read_each_byte_of_the_bucket_once_and_the_rest_from_each_other(ho
 def test_what_another_hosts_spool_has_comes_from_there(hosts: Hosts) -> None:
     place = f"{ROOT}/spools"
     hosts.save(place, [0, 1], "sharded")
-    for world in ([0, 1], [1, 0], [0, 1, 2], [2, 0, 1, 1]):
+    for world in ([1, 0], [2, 0, 1, 1]):
         loaded = hosts.load(place, world, "sharded")
         assert not hosts.read(place), loaded.output
         assert {"own spool", "node-0", "node-1"} >= loaded.bytes.keys() >= {"node-0", "node-1"}
+
+
+@pytest.fixture(scope="module")
+def by_torch(server: GcsServer) -> str:
+    """A checkpoint of two ranks, which no spool has."""
+    place = f"{ROOT}/torch"
+    environment = {**server.env, "PLACE": place, "KIND": "replicated", "SIDECARS": "none none"}
+    run_ranks(BY_TORCH, 2, environment, torchrun=False)
+    return place
+
+
+def test_what_torch_saved_is_read_once_too(hosts: Hosts, by_torch: str) -> None:
+    loaded = hosts.load(by_torch, [1, 2, 1])
+    assert UNIQUE <= hosts.read(by_torch) <= 1.05 * UNIQUE
+    assert loaded.bytes["bucket"] <= 1.05 * UNIQUE
+
+
+@pytest.mark.parametrize("what", ["kill", "pause"])
+def test_a_sidecar_that_is_killed_or_stopped_in_the_middle_delays_the_load(
+    daemons: Daemons, server: GcsServer, by_torch: str, what: str
+) -> None:
+    environment = daemons.env(
+        **server.env,
+        PLACE=by_torch,
+        KIND="replicated",
+        SIDECARS=" ".join([daemons.sidecar_address] * 2),
+        STALL="1",
+    )
+    before = len(data_reads(server, "shared/torch"))
+    server.fault(kind="delay", method="GET", path="distcp", seconds=BOUND_S, times=-1)
+    with start_ranks(LOADING, 2, environment, torchrun=False) as running:
+        wait_until(lambda: len(data_reads(server, "shared/torch")) > before)
+        getattr(daemons.sidecar, what)()
+        server.clear()
+        server.release()
+        loaded = Loaded(running.wait(BOUND_S).check().outputs)
+    assert loaded.bytes["bucket"] > UNIQUE
+    assert "are read from storage" in loaded.output
