@@ -1,6 +1,7 @@
 """``pannier doctor`` with real daemons, each broken in one way."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from support.actors.hand import Party
+from support.network.status_pages import until
 from support.processes.cli import Result, pannier
 from support.processes.daemons import Daemons, short_directory
 from support.processes.ranks import free_port
+from support.processes.watching import COMMITTED, await_save
 from support.storage.bucket import listed
 from support.storage.gcs_server import GcsServer
 
@@ -139,3 +143,46 @@ def test_no_daemon_is_there(tmp_path: Path) -> None:
         assert doctor(str(tmp_path / "file"), **embedded).code == 1
     finally:
         directory.rmdir()
+
+
+def test_what_a_restore_of_the_newest_checkpoint_would_use(tmp_path: Path) -> None:
+    root = f"{tmp_path}/run"
+    with Daemons(tmp_path, sidecars=3) as daemons:
+        address = ("--address", daemons.sidecar_address)
+        before = found(doctor(root, *address), "sidecar", "restore")
+        assert (before["result"], before["found"]) == (
+            "ok",
+            f"there is no checkpoint below {root} yet",
+        )
+        with Party([each.address for each in daemons.sidecars[:2]]) as party:
+            for step in (1, 2):
+                party.save(f"{root}/step-{step}", step)
+                await_save(
+                    daemons.sidecar.address,
+                    f"{root}/step-{step}",
+                    lambda each: each.state == COMMITTED,
+                )
+
+        def checks() -> tuple[str, str] | None:
+            answer = doctor(root, *address)
+            own, all_hosts = (
+                found(answer, of, "restore")["found"] for of in ("sidecar", "coordinator")
+            )
+            # A sidecar reports what it has once a second.
+            return (own, all_hosts) if "node-0" in all_hosts and "node-1" in all_hosts else None
+
+        own, all_hosts = until(checks, bool)
+        assert re.fullmatch(
+            r"step-2, the newest checkpoint, (\d+) files, .*: \d+ \(.*\) in the spool of this host; "
+            r"\d+ in storage alone",
+            own,
+        )
+        assert re.search(
+            r": \d+ \(.*\) in the spool of node-0, which has no --peers: for its ranks alone; "
+            r"\d+ \(.*\) in the spool of node-1, .*; 0 in storage alone$",
+            all_hosts,
+        )
+        elsewhere = ("--address", daemons.sidecars[2].address)
+        assert found(doctor(root, *elsewhere), "sidecar", "restore")["found"].endswith(
+            "all in storage alone"
+        )

@@ -2,6 +2,7 @@ from pannier.v1 import load_status_pb2 as _load_status_pb2
 from pannier.v1 import records_pb2 as _records_pb2
 from pannier.v1 import save_pb2 as _save_pb2
 from pannier.v1 import sidecar_pb2 as _sidecar_pb2
+from pannier.v1 import status_pb2 as _status_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -31,7 +32,7 @@ class RankReport(_message.Message):
     def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., status: _Optional[_Union[_save_pb2.RankStatus, _Mapping]] = ..., receipt: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., failure: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., claim: _Optional[_Union[_sidecar_pb2.CachedPlanClaim, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("wire_version", "host", "sidecar", "reports", "watched", "trainers", "job", "loads")
+    __slots__ = ("wire_version", "host", "sidecar", "reports", "watched", "trainers", "job", "loads", "copies")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     SIDECAR_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +41,7 @@ class AttachRequest(_message.Message):
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     host: str
     sidecar: str
@@ -48,7 +50,16 @@ class AttachRequest(_message.Message):
     trainers: _containers.RepeatedCompositeFieldContainer[TrainerStatus]
     job: str
     loads: _containers.RepeatedCompositeFieldContainer[_load_status_pb2.LoadReport]
-    def __init__(self, wire_version: _Optional[int] = ..., host: _Optional[str] = ..., sidecar: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ..., watched: _Optional[_Iterable[_Union[_sidecar_pb2.PendingSave, _Mapping]]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., job: _Optional[str] = ..., loads: _Optional[_Iterable[_Union[_load_status_pb2.LoadReport, _Mapping]]] = ...) -> None: ...
+    copies: HeldCopies
+    def __init__(self, wire_version: _Optional[int] = ..., host: _Optional[str] = ..., sidecar: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ..., watched: _Optional[_Iterable[_Union[_sidecar_pb2.PendingSave, _Mapping]]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., job: _Optional[str] = ..., loads: _Optional[_Iterable[_Union[_load_status_pb2.LoadReport, _Mapping]]] = ..., copies: _Optional[_Union[HeldCopies, _Mapping]] = ...) -> None: ...
+
+class HeldCopies(_message.Message):
+    __slots__ = ("copies", "peer_address")
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    copies: _containers.RepeatedCompositeFieldContainer[_status_pb2.LocalCopy]
+    peer_address: str
+    def __init__(self, copies: _Optional[_Iterable[_Union[_status_pb2.LocalCopy, _Mapping]]] = ..., peer_address: _Optional[str] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
     __slots__ = ("job", "incarnation", "rank", "seconds_since_seen", "death")

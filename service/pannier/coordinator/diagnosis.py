@@ -1,10 +1,12 @@
 """The ``Diagnosis`` service of a coordinator: its state, and whether it reaches storage. Event loop only."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pannier.coordinator.config import CoordinatorConfig
+from pannier.coordinator.saves.participants import SidecarPeer
 from pannier.daemon import doctor_checks
+from pannier.maintenance.restore_check import Holder, check_restore
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
 
@@ -13,11 +15,18 @@ class CoordinatorDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
 
     Args:
         draining: whether new saves are refused.
+        attached: sidecars with an open stream.
     """
 
-    def __init__(self, config: CoordinatorConfig, draining: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        draining: Callable[[], bool],
+        attached: Callable[[], Sequence[SidecarPeer]],
+    ) -> None:
         self._config = config
         self._draining = draining
+        self._attached = attached
 
     async def Diagnose(
         self, request: diagnosis_pb2.DiagnoseRequest, context: Any
@@ -30,7 +39,23 @@ class CoordinatorDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
             own_checks=self._looks,
             allow=self._config.allow,
             storage_options=self._config.storage_options,
+            restore=self._check_restore,
         )
 
     def _looks(self) -> Iterator[diagnosis_pb2.Check]:
         yield doctor_checks.check_state(draining=self._draining())
+
+    async def _check_restore(self, root: str, timeout_s: float) -> diagnosis_pb2.Check:
+        return await check_restore(root, self._config.storage_options, timeout_s, self._holders)
+
+    def _holders(self, attempt: str) -> list[Holder]:
+        """By host; a host without ``--peers`` has its files for its own ranks alone."""
+        found: dict[str, Holder] = {}
+        for peer in self._attached():
+            problem = (
+                "" if peer.copies.peer_address else "which has no --peers: for its ranks alone"
+            )
+            for copy in peer.copies.copies:
+                if copy.attempt == attempt:
+                    found[peer.host] = Holder(peer.host, copy.files, copy.bytes, problem)
+        return [found[host] for host in sorted(found)]

@@ -181,7 +181,7 @@ async def serving(
             ],
         )
         add_to_server(service, server)
-        diagnosis = CoordinatorDiagnosis(config, lambda: registry.draining)
+        diagnosis = CoordinatorDiagnosis(config, lambda: registry.draining, streams.attached)
         diagnosis_pb2_grpc.add_DiagnosisServicer_to_server(diagnosis, server)
         status_services = StatusServices(
             server, status_registry, daemon_info, [NAME, doctor_checks.NAME]

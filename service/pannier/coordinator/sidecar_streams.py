@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 _STREAMS: Final = 128
 """With more sidecars each gets it less often, so that a long save costs no more per second."""
 _RENDERED_KEPT: Final = 64
+_COPIES_KEPT: Final = 64
+"""Of one sidecar; it keeps the newest of each group of ranks."""
 
 Requests = AsyncIterator[coordinator_pb2.AttachRequest]
 Summary = tuple[object, ...]
@@ -172,6 +174,9 @@ class SidecarStreams:
             saves[save.key] = save
         apply_trainer_reports(self._registry, peer, request.trainers)
         self._apply_loads(peer, request)
+        if request.HasField("copies"):
+            del request.copies.copies[_COPIES_KEPT:]
+            peer.copies.CopyFrom(request.copies)
         for save in saves.values():
             save.progress()
             last, summary = stream.last_sent[save.key], _summary(save)

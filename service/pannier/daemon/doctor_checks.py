@@ -8,7 +8,7 @@ loop.
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,8 @@ LIMITS: Final = {f"/{NAME}/Diagnose": 4}
 """Calls at a time: each writes to storage."""
 
 Check = diagnosis_pb2.Check
+RestoreCheck = Callable[[str, float], Awaitable[Check]]
+"""Of a root, within so many seconds."""
 _MEMORY: Final = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
@@ -55,6 +57,7 @@ async def diagnose(
     own_checks: Callable[[], Iterable[Check]],
     allow: Sequence[str],
     storage_options: Mapping[str, Any],
+    restore: RestoreCheck | None = None,
 ) -> diagnosis_pb2.DiagnoseResponse:
     """Runs all checks of a daemon.
 
@@ -62,6 +65,7 @@ async def diagnose(
         daemon: ``sidecar`` or ``coordinator``.
         own_checks: the daemon's own ones, without I/O.
         allow, storage_options: the daemon's settings.
+        restore: what a restore would use; called where the root can be used.
     """
     response = diagnosis_pb2.DiagnoseResponse(
         daemon=daemon,
@@ -72,7 +76,10 @@ async def diagnose(
     )
     if request.root:
         timeout_s = min(request.timeout_s or timeouts.DOCTOR_S, timeouts.DOCTOR_LONGEST_S)
-        response.checks.append(await check_target(request.root, allow, storage_options, timeout_s))
+        target = await check_target(request.root, allow, storage_options, timeout_s)
+        response.checks.append(target)
+        if restore is not None and target.result == diagnosis_pb2.CHECK_RESULT_OK:
+            response.checks.append(await restore(request.root, timeout_s))
     return response
 
 

@@ -189,7 +189,9 @@ def _load() -> Response:
     )
     script = f'"use strict";\n{picture}\n{loads}\n{script}'
     html = html.replace("{}", escape(_words()))
-    html = html.replace("/* page.css */", style).replace("/* picture.js, loads.js, page.js */", script)
+    html = html.replace("/* page.css */", style).replace(
+        "/* picture.js, loads.js, page.js */", script
+    )
     policy = (
         f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -65,6 +65,7 @@ class CoordinatorStream:
     """Keeps one stream open.
 
     Args:
+        copies: what this host has for loads.
         host: the name of this host.
         sidecar_id: random id of this process, the same for all its streams.
         job: the only job that the sidecar serves; empty: any.
@@ -78,6 +79,7 @@ class CoordinatorStream:
         trainers: TrainerLiveness,
         watches: Watches,
         loads: LoadReports,
+        copies: Callable[[], coordinator_pb2.HeldCopies],
         host: str,
         sidecar_id: str,
         job: str = "",
@@ -87,6 +89,7 @@ class CoordinatorStream:
         self._trainers = trainers
         self._watches = watches
         self._loads = loads
+        self._copies = copies
         self._host = host
         self._sidecar_id = sidecar_id
         self._job = job
@@ -270,6 +273,7 @@ class CoordinatorStream:
 
     def _add_trainers(self, request: coordinator_pb2.AttachRequest, state: _StreamState) -> None:
         request.trainers.extend(self._trainers.report())
+        request.copies.CopyFrom(self._copies())
         state.trainers_at = time.monotonic()
 
     def _planning(self, state: _StreamState) -> list[sidecar_pb2.PendingSave]:

@@ -9,8 +9,10 @@ from typing import Any
 
 from pannier.common import timeouts
 from pannier.daemon import doctor_checks
+from pannier.maintenance.restore_check import Holder, check_restore
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.coordinator_client import CoordinatorClient
+from pannier.sidecar.restore.local_copies import LocalCopies
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.spool.spool import Spool
 from pannier.storage.io_threads import reservation_threads
@@ -30,6 +32,7 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         spool: Spool,
         saves: SaveRegistry,
         coordinator: CoordinatorClient,
+        local_copies: LocalCopies,
         descriptors: Callable[[], str],
         confined: bool,
     ) -> None:
@@ -37,6 +40,7 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         self._spool = spool
         self._saves = saves
         self._coordinator = coordinator
+        self._local_copies = local_copies
         self._descriptors = descriptors
         self._confined = confined
 
@@ -60,6 +64,7 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
                 own_checks=lambda: [state, spool],
                 allow=self._config.allow,
                 storage_options=self._config.storage_options,
+                restore=self._check_restore,
             ),
             self._ask_coordinator(request),
         )
@@ -78,6 +83,16 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
                 )
             )
         return own
+
+    async def _check_restore(self, root: str, timeout_s: float) -> diagnosis_pb2.Check:
+        def holders(attempt: str) -> list[Holder]:
+            return [
+                Holder("this host", each.files, each.bytes)
+                for each in self._local_copies.statuses()
+                if each.attempt == attempt
+            ]
+
+        return await check_restore(root, self._config.storage_options, timeout_s, holders)
 
     def _check_spool(self) -> diagnosis_pb2.Check:
         spool = self._spool

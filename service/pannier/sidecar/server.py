@@ -37,7 +37,7 @@ from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.restore.load_reports import LoadReports
 from pannier.sidecar.restore.local_copies import LocalCopies
 from pannier.sidecar.rpc import restore_servicer, servicer
-from pannier.sidecar.rpc.connections import Connections, Watches
+from pannier.sidecar.rpc.connections import Connections, Watches, welcome
 from pannier.sidecar.rpc.peer_listener import peer_fields, serving_peers
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.spool.fd_server import serving_descriptors
@@ -50,9 +50,7 @@ from pannier.sidecar.upload.concurrency import UploadSlots
 from pannier.sidecar.upload.uploader import Opener, Uploader
 from pannier.storage import open_store
 from pannier.storage.io_threads import reservation_threads
-from pannier.v1 import diagnosis_pb2_grpc, restore_pb2_grpc, save_pb2, sidecar_pb2
-from pannier.wire.chunk_codec import MAX_MESSAGE_BYTES
-from pannier.wire.version import WIRE_VERSION, package_version
+from pannier.v1 import coordinator_pb2, diagnosis_pb2_grpc, restore_pb2_grpc, save_pb2, sidecar_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -261,6 +259,9 @@ class Sidecar:
             trainers=self.trainers,
             watches=watches,
             loads=self._loads,
+            copies=lambda: coordinator_pb2.HeldCopies(
+                copies=self.local_copies.statuses(), peer_address=config.peers or ""
+            ),
             host=config.host,
             sidecar_id=uuid.uuid4().hex,
             job="" if self._job is None else self._job.name,
@@ -391,6 +392,7 @@ class Sidecar:
             spool=self.spool,
             saves=self.saves,
             coordinator=self._coordinator,
+            local_copies=self.local_copies,
             descriptors=lambda: self._descriptors,
             confined=self.auth is not None,
         )
@@ -440,13 +442,8 @@ class Sidecar:
         await asyncio.to_thread(self.spool.close, self._kept)
 
     def _welcome(self) -> sidecar_pb2.Welcome:
-        return sidecar_pb2.Welcome(
-            wire_version=WIRE_VERSION,
-            sidecar_version=package_version(),
-            host=self.config.host,
-            coordinator=self.config.coordinator,
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            embedded=self.config.embedded,
+        return welcome(
+            self.config,
             draining=self.saves.draining,
             descriptors=self._descriptors,
             token_first=self.auth is not None,

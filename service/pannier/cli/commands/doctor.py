@@ -25,6 +25,7 @@ from pannier.cli.status_client import (
 )
 from pannier.common import timeouts
 from pannier.daemon import doctor_checks
+from pannier.maintenance.restore_check import check_restore
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire import addresses, errors
 from pannier.wire.auth_token import Metadata
@@ -62,7 +63,9 @@ def command(
     With ROOT, the directory or URL that checkpoints go to, each daemon writes,
     replaces, reads, lists and removes a small object there with its own rights. Where
     no embedded daemon runs yet, this process does so: a trainer would start
-    the daemons with the same rights.
+    the daemons with the same rights. Then "restore" says what a load of the newest
+    checkpoint below ROOT would use: the sidecar how many of its files are in this
+    host's spool, the coordinator how many are in those of all attached hosts.
 
     Exit status: 0 no check failed; 1 a check failed; 3 a configured
     daemon doesn't respond.
@@ -78,7 +81,7 @@ def command(
         if not embedded:
             code = UNREACHABLE
         elif root is not None:
-            checks.append(("here", _try(root, storage_options, timeout)))
+            checks += [("here", check) for check in _try(root, storage_options, timeout)]
     elif all(check.result != diagnosis_pb2.CHECK_RESULT_FAILED for _, check in checks):
         metadata = token_metadata(token_file)
         try:
@@ -224,8 +227,11 @@ def _unreachable(error: errors.PannierError) -> diagnosis_pb2.Check:
     )
 
 
-def _try(root: str, options: dict[str, Any], timeout: float) -> diagnosis_pb2.Check:
-    return asyncio.run(doctor_checks.check_target(root, (), options, timeout))
+def _try(root: str, options: dict[str, Any], timeout: float) -> Iterator[diagnosis_pb2.Check]:
+    target = asyncio.run(doctor_checks.check_target(root, (), options, timeout))
+    yield target
+    if target.result == diagnosis_pb2.CHECK_RESULT_OK:
+        yield asyncio.run(check_restore(root, options, timeout, lambda _: ()))
 
 
 def _path(address: str) -> Path:

@@ -14,7 +14,7 @@ from pannier.common.rank_phase import has_reached
 from pannier.common.wait_text import Awaited
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.saves.save_spec import DisagreementError
-from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
+from pannier.v1 import coordinator_pb2, plan_pb2, records_pb2, save_pb2, sidecar_pb2
 
 LastSeen = Callable[[int], tuple[str, float] | None]
 """A rank's host and when it was last seen, as earlier saves of its incarnation recorded it."""
@@ -33,6 +33,8 @@ class SidecarPeer:
         """Open streams; none when it is disconnected."""
         self.trainer_seen: float | None = None
         """When it last reported a connected trainer; None: never."""
+        self.copies = coordinator_pb2.HeldCopies()
+        """What it has for loads, as last reported."""
 
     def note_message(self, *, trainer: bool) -> None:
         """Records that a message arrived.

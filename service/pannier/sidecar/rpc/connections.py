@@ -14,11 +14,13 @@ from typing import Final
 
 from pannier.common import timeouts
 from pannier.daemon.status_registry import TERMINAL
+from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.liveness import Key, TrainerLiveness
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import Phase, RankSave, Save
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import limits
+from pannier.wire.chunk_codec import MAX_MESSAGE_BYTES
 from pannier.wire.errors import InvalidRequestError, OverloadedError, VersionMismatchError
 from pannier.wire.object_names import check_save_id, save_text
 from pannier.wire.version import WIRE_VERSION, package_version
@@ -32,6 +34,23 @@ _MOST: Final = 16
 
 Message = Save | save_pb2.SaveStatus | sidecar_pb2.RoomWanted
 Send = Callable[[sidecar_pb2.ConnectResponse], Awaitable[None]]
+
+
+def welcome(
+    config: SidecarConfig, *, draining: bool, descriptors: str, token_first: bool
+) -> sidecar_pb2.Welcome:
+    """The first message of each stream."""
+    return sidecar_pb2.Welcome(
+        wire_version=WIRE_VERSION,
+        sidecar_version=package_version(),
+        host=config.host,
+        coordinator=config.coordinator,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        embedded=config.embedded,
+        draining=draining,
+        descriptors=descriptors,
+        token_first=token_first,
+    )
 
 
 class _Connection:
