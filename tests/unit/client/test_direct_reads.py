@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from pannier.client.loading import storage_reader
 from pannier.client.loading.filesystem import StorageDir
 from pannier.client.loading.load import load
 from pannier.client.loading.storage_reader import StorageReader
@@ -27,6 +28,7 @@ from pannier.wire.errors import IntegrityError, InvalidRequestError
 from support.processes.stretch import BOUND_S
 from support.states.bits import bits, differences
 from support.states.plain import random_tensor, saved
+from support.storage.shared_files import SharedFiles
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -36,11 +38,25 @@ LARGE = (700, 1000)
 """The shape of a tensor that is read in parts, whatever the request size."""
 
 
-@pytest.fixture(params=[100, None], ids=["in parts", "together"])
+class SharedSources(sources.Sources):
+    """All blocks come through sidecars."""
+
+    def __init__(self, storage: Any, url: str, *arguments: Any) -> None:
+        self.files = SharedFiles(Path(url))
+        super().__init__(storage, url, arguments[0], arguments[1], self.files)
+
+    def is_near(self, name: str) -> bool:
+        return False
+
+
+@pytest.fixture(params=["in parts", "together", "shared"])
 def request_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts: every archive is longer than a request, as if it were a large one."""
-    if request.param:
-        monkeypatch.setattr(sources, "LOCAL_REQUEST_BYTES", request.param)
+    """In parts, and shared: every archive is longer than a request, as if it were a large one."""
+    if request.param != "together":
+        monkeypatch.setattr(sources, "LOCAL_REQUEST_BYTES", 100)
+    if request.param == "shared":
+        monkeypatch.setattr(sources, "REMOTE_REQUEST_BYTES", 100)
+        monkeypatch.setattr(storage_reader, "Sources", SharedSources)
 
 
 @pytest.mark.usefixtures("request_bytes")
@@ -328,6 +344,23 @@ def test_a_damaged_archive_is_named_and_harms_no_other(tmp_path: Path, start: in
     got = {"b": torch.zeros(20, 30)}
     load(got, checkpoint_id=tmp_path)
     assert torch.equal(got["b"], whole)
+
+
+@pytest.mark.usefixtures("request_bytes")
+def test_a_head_that_no_torch_writes_though_of_its_length_is_read_all_the_same(
+    tmp_path: Path,
+) -> None:
+    want = torch.randn(20, 30)
+    dcp.save({"w": want, "x": want + 1}, checkpoint_id=tmp_path, no_dist=True)
+    (path,) = tmp_path.glob("*.distcp")
+    content = bytearray(path.read_bytes())
+    # In the padding of the first member's header.
+    content[60] ^= 1
+    path.write_bytes(content)
+    got = {"w": torch.zeros(20, 30), "x": torch.zeros(20, 30, dtype=torch.float64)}
+    load(got, checkpoint_id=tmp_path)
+    assert torch.equal(got["w"], want)
+    assert torch.equal(got["x"], (want + 1).double())
 
 
 def test_large_tensors_are_read_in_parts_from_other_storage(

@@ -101,7 +101,7 @@ def load(
             progress.begin(load_progress.RESOLVING)
             progress.describe(load=_share_metadata(ranks, reader))
             _fill(ranks, state_dict, reader, _wrap_for_xla(planner))
-            result = _finish(ranks, reader.checkpoint_id, progress, began)
+            result = _finish(ranks, reader, progress, began)
         finally:
             # All ranks are done, or all have failed.
             reader.release()
@@ -210,16 +210,17 @@ def _fill(
 
 
 def _finish(
-    ranks: LoadRanks, checkpoint_id: str, progress: LoadProgress, began: float
+    ranks: LoadRanks, reader: StorageReader, progress: LoadProgress, began: float
 ) -> LoadResult:
     """What all ranks have read."""
 
     def counts() -> ReadCounts:
         found = progress.counts()
         found.seconds = time.monotonic() - began
+        found.host = reader.host
         return found
 
-    return ranks.together(END, counts, lambda found: combine(checkpoint_id, found))
+    return ranks.together(END, counts, lambda found: combine(reader.checkpoint_id, found))
 
 
 def _wrap_for_xla(planner: LoadPlanner | None) -> LoadPlanner | None:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import posixpath
+import socket
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -118,6 +119,11 @@ class StorageReader(storage.StorageReader):
     def load_id(self) -> str:
         """The id of this load, which :meth:`reset` changes; ``read_metadata`` puts it into its result."""
         return self._load_id
+
+    @property
+    def host(self) -> str:
+        """Name of this host, as its sidecar has it where ranks share what they read."""
+        return self._sharing.host if self._sharing is not None else socket.gethostname()
 
     @property
     def storage_options(self) -> Mapping[str, Any] | None:

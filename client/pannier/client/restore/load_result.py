@@ -9,7 +9,6 @@ from pannier.common.units import size_text
 
 OWN_SPOOL: Final = "own spool"
 BUCKET: Final = "bucket"
-_NEAREST_FIRST: Final = (OWN_SPOOL, BUCKET)
 
 
 @dataclass(frozen=True)
@@ -18,14 +17,17 @@ class LoadResult:
 
     checkpoint_id: str
     files: Mapping[str, int]
-    """Data files by source, ``own spool`` or ``bucket``: once for each rank that read one, and by the
-    farthest place that the rank read it from."""
+    """Data files by source: ``own spool``, the name of a host, or ``bucket``; once for each rank that read
+    one, and by the farthest place that the rank read it from. A rank's own host is named for what its
+    sidecar had fetched for another rank."""
     bytes: Mapping[str, int]
     """Bytes by source."""
     seconds: float
     """From the call to its end, on the slowest rank."""
     slowest_rank: int
     """Global rank."""
+    slowest_host: str = ""
+    """Its host; "": one rank loaded alone."""
 
     @property
     def total_bytes(self) -> int:
@@ -34,16 +36,23 @@ class LoadResult:
 
     @property
     def files_text(self) -> str:
-        """``812 files: 760 own spool, 52 bucket``."""
+        """``812 files: 760 own spool, 48 node-3, 4 bucket``."""
         by_source = [
-            f"{self.files[each]} {each}" for each in _NEAREST_FIRST if self.files.get(each)
+            f"{self.files[each]} {each}" for each in _shown(self.files) if self.files[each]
         ]
         total = sum(self.files.values())
         return f"{total} file{'s' if total != 1 else ''}: {', '.join(by_source) or 'none needed'}"
 
     def __str__(self) -> str:
         rate = size_text(int(self.total_bytes / max(self.seconds, 1e-3)))
-        return f"LoadResult: {self.files_text}; {rate}/s"
+        slowest = f"; slowest {self.slowest_text}" if self.slowest_host else ""
+        return f"LoadResult: {self.files_text}; {rate}/s{slowest}"
+
+    @property
+    def slowest_text(self) -> str:
+        """``rank 12 (node-1)``."""
+        host = f" ({self.slowest_host})" if self.slowest_host else ""
+        return f"rank {self.slowest_rank}{host}"
 
 
 @dataclass
@@ -56,6 +65,8 @@ class ReadCounts:
     """By source."""
     seconds: float = 0.0
     """Of the whole load, on this rank."""
+    host: str = ""
+    """Name of the rank's host."""
 
 
 def combine(checkpoint_id: str, counts: Mapping[int, ReadCounts]) -> LoadResult:
@@ -67,4 +78,12 @@ def combine(checkpoint_id: str, counts: Mapping[int, ReadCounts]) -> LoadResult:
         bytes=dict(sum((each.bytes for each in counts.values()), Counter())),
         seconds=counts[slowest].seconds,
         slowest_rank=slowest,
+        slowest_host=counts[slowest].host if len(counts) > 1 else "",
     )
+
+
+def _shown(files: Mapping[str, int]) -> list[str]:
+    """The sources, nearest first; of hosts, that with the most files first."""
+    hosts = files.keys() - {OWN_SPOOL, BUCKET}
+    shown = [OWN_SPOOL, *sorted(hosts, key=lambda host: (-files[host], host)), BUCKET]
+    return [each for each in shown if each in files]

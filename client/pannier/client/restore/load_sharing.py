@@ -7,6 +7,7 @@ from storage. Blocking; for one load of one rank.
 """
 
 import logging
+import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
@@ -85,6 +86,11 @@ class LoadSharing:
             asks_peers=survey.reads_peers,
         )
         return needs if needs.takes_part or needs.holds else None
+
+    @property
+    def host(self) -> str:
+        """Name of this host; after :meth:`survey`, as its sidecar has it."""
+        return self._survey.host.name if self._survey.host is not None else socket.gethostname()
 
     @property
     def local_files(self) -> Mapping[str, LocalFile]:

@@ -50,6 +50,10 @@ class Sharing(Protocol):
     """How the ranks of a load share what they read: one rank's side; see :mod:`pannier.client.restore.load_sharing`."""
 
     @property
+    def host(self) -> str:
+        """Name of this host; after :meth:`survey`, as its sidecar has it."""
+
+    @property
     def local_files(self) -> Mapping[str, LocalFile]:
         """The rank's files in this host's spool, after :meth:`survey`."""
 

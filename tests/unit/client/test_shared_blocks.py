@@ -1,0 +1,194 @@
+"""Blocks that come through sidecars, or don't."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pannier.client.restore.load_progress import LoadProgress
+from pannier.client.restore.load_result import ReadCounts, combine
+from pannier.client.restore.shared_blocks import SharedBlocks
+from pannier.common import timeouts
+from pannier.wire.errors import IntegrityError, StorageError, UnavailableError
+from support.actors.scripted_sidecar import wait_until
+from support.processes.stretch import BOUND_S
+from support.storage.shared_files import SharedFiles
+
+CONTENT = b"seven bytes and more"
+
+
+class Storage:
+    """Answers when it may."""
+
+    def __init__(self) -> None:
+        self.content = CONTENT
+        self.error: StorageError | None = None
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.reads = 0
+
+    def read(self, name: str, offset: int, target: memoryview) -> None:
+        self.reads += 1
+        assert self.may_answer.wait(BOUND_S)
+        if self.error is not None:
+            raise self.error
+        target[:] = self.content[offset : offset + len(target)]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> SharedFiles:
+    (tmp_path / "f").write_bytes(CONTENT)
+    return SharedFiles(tmp_path)
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return Storage()
+
+
+@pytest.fixture
+def progress() -> LoadProgress:
+    return LoadProgress()
+
+
+@pytest.fixture
+def blocks(files: SharedFiles, storage: Storage, progress: LoadProgress) -> Iterator[SharedBlocks]:
+    made = SharedBlocks(files, storage.read, "gs://b/step", progress)
+    yield made
+    storage.may_answer.set()
+    made.close()
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "FETCH_POLL_S", 0.005)
+    monkeypatch.setattr(timeouts, "FETCH_STALL_S", 0.02)
+
+
+def read(blocks: SharedBlocks) -> tuple[bytes, str]:
+    memory = bytearray(len(CONTENT))
+    source = blocks.read("f", 0, memoryview(memory))
+    return bytes(memory), source
+
+
+def test_a_block_comes_from_where_its_sidecar_had_it(
+    blocks: SharedBlocks, files: SharedFiles, storage: Storage
+) -> None:
+    assert read(blocks) == (CONTENT, "node-7")
+    assert (files.released, storage.reads) == (1, 0)
+
+
+@pytest.mark.parametrize("error", [UnavailableError("gone away"), IntegrityError("wrong")])
+def test_a_block_that_fails_is_read_from_storage_and_counted(
+    blocks: SharedBlocks,
+    files: SharedFiles,
+    progress: LoadProgress,
+    caplog: pytest.LogCaptureFixture,
+    error: UnavailableError | IntegrityError,
+) -> None:
+    files.error = error
+    for _ in range(3):
+        assert read(blocks) == (CONTENT, "bucket")
+    report = progress.report().status
+    is_wrong = isinstance(error, IntegrityError)
+    assert (report.rejected_blocks, report.retries) == ((3, 0) if is_wrong else (0, 3))
+    # Once for all.
+    assert caplog.text.count(str(error)) == 1
+
+
+def test_a_block_that_is_damaged_in_storage_too_is_not_used(
+    blocks: SharedBlocks, files: SharedFiles, storage: Storage
+) -> None:
+    files.error = UnavailableError("it is damaged")
+    storage.content = CONTENT.upper()
+    with pytest.raises(IntegrityError, match=r"bytes 0 to 20 of gs://b/step/f have crc32c"):
+        read(blocks)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_sidecar_that_stalls_is_not_waited_for_until_it_answers_again(
+    blocks: SharedBlocks, files: SharedFiles, progress: LoadProgress
+) -> None:
+    files.wait = True
+    assert read(blocks) == (CONTENT, "bucket")
+    assert progress.report().status.hedges == 1
+    # No request before there is a sign of life.
+    assert read(blocks) == (CONTENT, "bucket")
+    assert len(files.requests) == 1
+    files.answer(CONTENT)
+    assert files.released == 1
+    files.wait = False
+    assert read(blocks) == (CONTENT, "node-7")
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_the_first_answer_counts(
+    blocks: SharedBlocks, files: SharedFiles, storage: Storage
+) -> None:
+    files.wait = True
+    storage.may_answer.clear()
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(read, blocks)
+        wait_until(lambda: storage.reads)
+        files.answer(CONTENT)
+        assert reading.result(BOUND_S) == (CONTENT, "node-7")
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_stalled_sidecar_is_waited_for_when_storage_fails(
+    blocks: SharedBlocks, files: SharedFiles, storage: Storage
+) -> None:
+    files.wait = True
+    storage.error = StorageError("no storage today")
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(read, blocks)
+        wait_until(lambda: storage.reads)
+        files.answer(CONTENT)
+        assert reading.result(BOUND_S) == (CONTENT, "node-7")
+        files.error = UnavailableError("nor a sidecar")
+        with pytest.raises(StorageError, match="no storage today"):
+            read(blocks)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_sidecar_that_shows_that_it_is_alive_is_waited_for(
+    blocks: SharedBlocks, files: SharedFiles, storage: Storage
+) -> None:
+    files.wait = True
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(read, blocks)
+        wait_until(lambda: files.pending)
+        for _ in range(100):
+            files.signs += 1
+            assert not reading.done()
+            threading.Event().wait(0.001)
+        files.answer(CONTENT)
+        assert reading.result(BOUND_S) == (CONTENT, "node-7")
+    assert storage.reads == 0
+
+
+def test_its_end_ends_reads_that_are_under_way(
+    blocks: SharedBlocks, files: SharedFiles, storage: Storage
+) -> None:
+    files.wait = True
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(read, blocks)
+        wait_until(lambda: files.pending)
+        blocks.close()
+        with pytest.raises(StorageError, match="isn't read any more"):
+            reading.result(BOUND_S)
+    assert storage.reads == 0
+
+
+def test_the_result_names_hosts_and_the_slowest_rank() -> None:
+    counts = {rank: ReadCounts(seconds=rank + 1.0, host=f"node-{rank}") for rank in range(3)}
+    counts[0].files.update({"own spool": 760, "node-3": 40, "bucket": 4})
+    counts[1].files.update({"node-3": 8, "node-2": 1})
+    counts[2].bytes.update({"own spool": 3 << 30})
+    result = str(combine("gs://b/step", counts))
+    assert result == (
+        "LoadResult: 813 files: 760 own spool, 48 node-3, 1 node-2, 4 bucket; 1.0 GiB/s; "
+        "slowest rank 2 (node-2)"
+    )
