@@ -2,20 +2,30 @@
 
 import asyncio
 import itertools
+import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import grpc
 import pytest
+import torch
 
-from pannier.common import timeouts
+from pannier.client import Client
+from pannier.client.config import load_settings
 from pannier.storage import open_store
+from pannier.v1 import restore_pb2, restore_pb2_grpc
+from pannier.wire.addresses import channel_options
+from pannier.wire.chunk_codec import BLOCK_BYTES
+from pannier.wire.version import WIRE_VERSION
 from support.actors.block_reader import BlockReader, Checkpoint, data_file, whole_blocks
-from support.network.certificates import Authority
+from support.network.certificates import Authority, Files
 from support.processes.daemons import Daemons, await_serving
 from support.processes.ranks import free_port
-from support.storage.bucket import data_reads
+from support.processes.stretch import BOUND_S, stretched
+from support.storage.bucket import data_reads, listed
 from support.storage.gcs_server import GcsServer
 
 ATTEMPT = "i1-a1-g00000000-s1"
@@ -28,13 +38,14 @@ class Hosts:
 
     def __init__(self, directory: Path, server: GcsServer, *arguments: str) -> None:
         self.server = server
-        files = Authority(directory / "ca").issue("sidecar")
+        self.tls = Authority(directory / "ca").issue("sidecar")
         self.daemons = Daemons(directory, sidecars=2, environment=server.env, start=False)
         self.peers = [(f"node-{n}", f"127.0.0.1:{free_port()}") for n in range(2)]
         for daemon, (_, address) in zip(self.daemons.sidecars, self.peers, strict=True):
-            daemon.arguments += ["--peers", address, *files.flags, *arguments]
+            daemon.arguments += ["--peers", address, *self.tls.flags, *arguments]
             # A machine that stalls isn't a peer that does.
-            daemon.environment["PANNIER_TIME_SCALE"] = str(4 * timeouts.SCALE)
+            for name in ("BLOCK_STALL_S", "BLOCK_FIRST_STALL_S", "BLOCK_SLOW_S"):
+                daemon.constants[f"pannier.common.timeouts.{name}"] = stretched(4.0)
 
     def start(self) -> None:
         for daemon in (self.daemons.coordinator, *self.daemons.sidecars):
@@ -54,6 +65,9 @@ class Hosts:
         assert located.restore_budget
         assert (located.host, located.peer_address) == self.peers[host]
         return reader
+
+    def log(self, host: int) -> str:
+        return self.daemons.sidecars[host].log()
 
     def reads(self, checkpoint: Checkpoint) -> int:
         return len(data_reads(self.server, checkpoint.id.removeprefix("gs://bucket/")))
@@ -83,6 +97,28 @@ def stored(server: GcsServer, data: bytes, *, receipt: bool = True) -> Checkpoin
     asyncio.run(write())
     files = [data_file(NAME, data, receipt=receipt)]
     return Checkpoint(checkpoint_id, ATTEMPT, files, f"load-{number}")
+
+
+def saved(hosts: Hosts) -> Checkpoint:
+    """A checkpoint whose files are in the spool of the first host, too."""
+    number = next(_numbers)
+    checkpoint_id = f"gs://bucket/peers/step-{number}"
+    settings = load_settings(sidecar=hosts.daemons.sidecar_address, job=f"saved-{number}")
+    with Client(settings) as client:
+        state = {"w": torch.arange(5 << 20, dtype=torch.int32)}
+        client.save(state, checkpoint_id=checkpoint_id, no_dist=True)
+    (name,) = {
+        name.rpartition("/")[2]
+        for name in listed(hosts.server, f"peers/step-{number}")
+        if name.endswith("_0.distcp")
+    }
+    attempt = re.fullmatch(r"__(.*)_0_0\.distcp", name)
+    assert attempt is not None
+    made = Checkpoint(checkpoint_id, attempt[1], [], f"load-{number}")
+    located = BlockReader(hosts.daemons.sidecar_address, made).locate([name])
+    made = Checkpoint(checkpoint_id, attempt[1], [located.files[0].file], f"load-{number}")
+    assert located.files[0].file.size > 2 * BLOCK_BYTES
+    return made
 
 
 @pytest.mark.parametrize("receipt", [True, False], ids=["receipt", "plain dcp.save"])
@@ -118,3 +154,228 @@ def test_each_block_is_read_from_the_bucket_once_for_all_ranks_of_all_hosts(
         for content in pool.map(sweep, range(8)):
             assert content == data
     assert hosts.reads(checkpoint) == 6
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["intact", "changed"])
+def test_a_block_in_a_peers_spool_comes_from_there_unless_it_is_wrong(
+    hosts: Hosts, changed: bool
+) -> None:
+    checkpoint = saved(hosts)
+    if changed:
+        newest = max((hosts.daemons.spool / "0").glob("*.data"), key=os.path.getmtime)
+        with newest.open("r+b") as file:
+            file.seek(BLOCK_BYTES + 17)
+            file.write(b"changed!")
+    hosts.reader(0, checkpoint).locate()
+    with hosts.reader(1, checkpoint) as reader:
+        for block in range(3):
+            reader.request(block, holders=[0])
+        blocks = reader.blocks(3)
+        contents = [reader.take(block) for block in blocks]
+    assert sum(map(len, contents)) == checkpoint.files[0].size
+    expected = [("node-0", 0), ("", 1) if changed else ("node-0", 0), ("node-0", 0)]
+    assert [(block.source, block.rejected) for block in blocks] == expected
+    assert hosts.reads(checkpoint) == changed
+    if changed:
+        wrong = (
+            "blocks that the sidecar of node-0 at .* has are read elsewhere for now: .* has crc32c"
+        )
+        assert re.search(wrong, hosts.log(1))
+
+
+def test_storage_that_asks_for_less_load_delays_a_block_and_is_asked_by_no_other_host(
+    hosts: Hosts, server: GcsServer
+) -> None:
+    checkpoint = stored(server, whole_blocks(1))
+    path = checkpoint.id.rpartition("/")[2]
+    server.fault(kind="status", method="GET", path=path, status=429, times=3)
+    try:
+        with hosts.reader(0, checkpoint), hosts.reader(1, checkpoint) as reader:
+            reader.request(0, owner=0)
+            block = reader.next()
+            reader.content(block)
+    finally:
+        server.clear()
+    assert (block.source, block.failed, block.hedged) == ("node-0", 0, 0)
+    assert hosts.reads(checkpoint) == 4
+
+
+def test_a_read_of_storage_that_hangs_is_made_a_second_time(
+    hosts: Hosts, server: GcsServer
+) -> None:
+    data = whole_blocks(7)
+    checkpoint = stored(server, data)
+    with hosts.reader(0, checkpoint) as reader:
+        # So that it is known how long one takes.
+        assert reader.read(6) == data[: 6 * BLOCK_BYTES]
+        path = checkpoint.id.rpartition("/")[2]
+        server.fault(kind="delay", method="GET", path=path, seconds=BOUND_S)
+        try:
+            reader.request(6)
+            block = reader.next()
+        finally:
+            server.clear()
+            server.release()
+        assert reader.content(block) == data[6 * BLOCK_BYTES :]
+    assert block.hedged == 1
+    assert reader.alive
+    assert hosts.reads(checkpoint) == 8
+
+
+def test_what_storage_does_not_have_is_an_error_of_that_block_alone(
+    hosts: Hosts, server: GcsServer
+) -> None:
+    data = whole_blocks(2)
+    checkpoint = stored(server, data)
+    missing = data_file("missing.distcp", data)
+    wrong = data_file(NAME, data[:-1] + b"!")
+    files = [*checkpoint.files, missing, wrong]
+    checkpoint = Checkpoint(checkpoint.id, checkpoint.attempt, files, checkpoint.load)
+    with hosts.reader(0, checkpoint) as reader:
+        for file in range(3):
+            reader.request(1, file=file)
+        first, second, third = reader.blocks(3)
+        assert reader.content(first) == data[BLOCK_BYTES:]
+        assert re.search(r"missing\.distcp could not be read: .*No such object", second.error)
+        assert "saved was" in third.error
+
+
+def refused(hosts: Hosts, tls: Files | None, **fields: object) -> grpc.RpcError:
+    """The error of a peer that requests a block of the first host."""
+    request = restore_pb2.ReadBlockRequest(
+        **{
+            "load": "unknown",
+            "checkpoint_id": "gs://bucket/peers/step-0",
+            "attempt": ATTEMPT,
+            "file": NAME,
+            "file_size": 100,
+            "host": "node-7",
+            "wire_version": WIRE_VERSION,
+            **fields,
+        }
+    )
+    address = hosts.peers[0][1]
+    if tls is None:
+        channel = grpc.insecure_channel(address, options=channel_options())
+    else:
+        credentials = grpc.ssl_channel_credentials(
+            tls.ca.read_bytes(), tls.key.read_bytes(), tls.cert.read_bytes()
+        )
+        channel = grpc.secure_channel(address, credentials, options=channel_options())
+    with channel, pytest.raises(grpc.RpcError) as caught:
+        list(restore_pb2_grpc.PeerStub(channel).ReadBlock(request, timeout=BOUND_S))
+    return caught.value
+
+
+def test_peers_of_another_job_or_version_and_strangers_are_refused(
+    hosts: Hosts, server: GcsServer, tmp_path: Path
+) -> None:
+    precondition = grpc.StatusCode.FAILED_PRECONDITION
+    error = refused(hosts, hosts.tls)
+    assert error.code() is precondition
+    assert re.search("node-7 .* no rank of host node-0 takes part in", error.details())
+    error = refused(hosts, hosts.tls, wire_version=WIRE_VERSION + 1)
+    assert error.code() is precondition
+    assert f"node-7 speaks wire version {WIRE_VERSION + 1}" in error.details()
+    checkpoint = stored(server, whole_blocks(1))
+    hosts.reader(0, checkpoint)
+    known = {"load": checkpoint.load, "checkpoint_id": checkpoint.id}
+    error = refused(hosts, hosts.tls, **known, spool_only=True)
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    assert "isn't in the spool of node-0" in error.details()
+    error = refused(hosts, hosts.tls, **known, block=1)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    for name in ("../secret", "/etc/passwd"):
+        error = refused(hosts, hosts.tls, **known, file=name)
+        assert "is not a name below a checkpoint" in error.details()
+    stranger = Authority(tmp_path / "other", "another CA").issue("stranger")
+    for files in (None, stranger, Files(stranger.cert, stranger.key, hosts.tls.ca)):
+        assert refused(hosts, files, **known).code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_rank_that_sends_nonsense_loses_its_stream_alone(hosts: Hosts, server: GcsServer) -> None:
+    data = whole_blocks(1)
+    checkpoint = stored(server, data)
+    nonsense = ({"block": 1}, {"block": 0, "file": 1}, {"block": 0, "holders": [2]})
+    with hosts.reader(0, checkpoint) as healthy:
+        for each in nonsense:
+            with hosts.reader(0, checkpoint, rank=1) as reader:
+                reader.request(**each)
+                with pytest.raises(grpc.RpcError, match=r"rank 1|has no|and so no block"):
+                    reader.next()
+        assert healthy.read(1) == data
+
+
+def test_a_stopped_owner_delays_a_block_and_is_not_asked_again_for_a_while(
+    hosts: Hosts, server: GcsServer
+) -> None:
+    data = whole_blocks(4)
+    checkpoint = stored(server, data)
+    owner = hosts.daemons.sidecars[0]
+    # So that it is connected.
+    with hosts.reader(0, checkpoint), hosts.reader(1, checkpoint) as reader:
+        reader.request(3, owner=0)
+        assert reader.next().source == "node-0"
+        owner.pause()
+        try:
+            for block in range(3):
+                reader.request(block, owner=0)
+            blocks = reader.blocks(3)
+            assert b"".join(map(reader.take, blocks)) == data[: 3 * BLOCK_BYTES]
+        finally:
+            owner.resume()
+    assert [(block.source, block.hedged) for block in blocks] == [("", 1)] * 3
+    # Once, whatever the number of blocks.
+    assert len(re.findall("of node-0 .* are read elsewhere for now: it doesn't", hosts.log(1))) == 1
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, server: GcsServer) -> Iterator[Hosts]:
+    """Sidecars that keep one block."""
+    made = Hosts(tmp_path_factory.mktemp("small"), server, "--restore-budget", "8MiB")
+    with made.daemons:
+        made.start()
+        yield made
+
+
+def test_room_for_one_block_serves_many_ranks_also_after_one_was_killed(
+    small: Hosts, server: GcsServer
+) -> None:
+    data = whole_blocks(4)
+    checkpoint = stored(server, data)
+    with ThreadPoolExecutor(4) as pool, ExitStack() as stack:
+        with small.reader(0, checkpoint, rank=9) as killed:
+            killed.request(0)
+            killed.content(killed.next())
+            # Its stream ends with a block that it never released.
+        readers = [stack.enter_context(small.reader(0, checkpoint, rank=rank)) for rank in range(4)]
+        for content in pool.map(lambda reader: reader.read(4, readers=4), readers):
+            assert content == data
+        for reader in readers:
+            assert reader.memory is not None
+            assert reader.memory.size() == BLOCK_BYTES
+
+
+# The last one: that sidecar stays dead.
+def test_a_dead_owner_costs_one_failed_request(small: Hosts, server: GcsServer) -> None:
+    data = whole_blocks(3)
+    checkpoint = stored(server, data)
+    with small.reader(0, checkpoint), small.reader(1, checkpoint) as reader:
+        reader.request(2, owner=0)
+        first = reader.next()
+        assert first.source == "node-0"
+        reader.take(first)
+        small.daemons.sidecars[0].kill()
+        for block in range(2):
+            reader.request(block, owner=0)
+        found = {}
+        failed = 0
+        for _ in range(2):
+            block = reader.next()
+            assert block.source == ""
+            failed += block.failed
+            found[block.id] = reader.take(block)
+        assert found[2] + found[3] == data[: 2 * BLOCK_BYTES]
+    assert failed >= 1
+    log = small.log(1)
+    assert len(re.findall("of node-0 .* are read elsewhere for now: .* can't be reached", log)) == 1

@@ -6,6 +6,8 @@ read.
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from pannier.common.locations import parse
@@ -62,6 +64,19 @@ def open_store(
     return S3Store(location, options, deadline_s=deadline_s)
 
 
+def import_store(url: str) -> None:
+    """Imports what :func:`open_store` needs for a URL, which takes a second or two once; blocking.
+
+    For event loops that others wait for: to be called in a thread before. Raises nothing:
+    :func:`open_store` raises what is wrong.
+    """
+    scheme = url.partition("://")[0]
+    module = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}.get(scheme)
+    if module is not None:
+        with suppress(ModuleNotFoundError):
+            import_module(f"pannier.storage.{module}.store")
+
+
 def _missing(url: str, package: str, error: ModuleNotFoundError) -> ConfigurationError:
     return ConfigurationError(
         f"{url} needs {package}, which can't be imported in {sys.prefix} ({error}): pip install {package} "
@@ -82,5 +97,6 @@ __all__ = [
     "Unfinished",
     "check_allowed",
     "check_shared",
+    "import_store",
     "open_store",
 ]

@@ -137,7 +137,7 @@ class Daemon:
         return python("-c", code, *self.arguments)
 
     def _imported(self) -> tuple[str, ...]:
-        if not self.forked or self.constants:
+        if not self.forked:
             return ()
         return fork_server.modules_of(self.arguments[0])
 

@@ -347,6 +347,11 @@ def _run(order: Mapping[str, Any]) -> None:
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
+    if first == "-c":
+        sys.path[0] = ""
+        sys.argv = [first, *rest[1:]]
+        exec(rest[0], {"__name__": "__main__"})
+        return
     sys.path[0] = str(Path(first).parent.resolve())
     sys.argv = [first, *rest]
     # For good, unlike runpy's: threads may outlive the script's last line.

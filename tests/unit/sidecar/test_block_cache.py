@@ -1,6 +1,8 @@
 """Fetched blocks: each once for all readers, kept as long as announced, within the budget."""
 
 import asyncio
+import mmap
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -16,6 +18,7 @@ from pannier.sidecar.restore.block_cache import (
     Held,
     WantedBlock,
 )
+from pannier.sidecar.restore.block_memory import BlockMemory
 from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import OverloadedError, StorageError
 from support.processes.stretch import until
@@ -63,7 +66,7 @@ class Reader:
     def request(
         self, block: int, *, readers: int = 0, remote: bool = False, load: str = "load"
     ) -> BlockRequest:
-        key = BlockKey(load, "attempt", "file", block)
+        key = BlockKey(load, "attempt", "file", block, None)
         fetch = self.source.fetch(block)
         wanted = WantedBlock(key, len(content(block)), readers, fetch, remote)
         return self.cache.request(wanted, self.name)
@@ -273,3 +276,28 @@ def test_peers_that_wait_for_each_other_do_not_keep_storage_from_being_read() ->
                 request.release()
 
     asyncio.run(main())
+
+
+def test_processes_that_map_the_memory_can_neither_change_nor_shorten_it() -> None:
+    memory = BlockMemory(2)
+    memory.write(1, [b"before", b" and after"])
+    descriptor = memory.open_for_reading()
+    # As a process of the same user could.
+    again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+    try:
+        with mmap.mmap(descriptor, memory.size, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+            assert mapped[BLOCK_BYTES : BLOCK_BYTES + 16] == b"before and after"
+            memory.write(1, [b"later"])
+            assert mapped[BLOCK_BYTES : BLOCK_BYTES + 5] == b"later"
+        for change in (
+            lambda: os.pwrite(again, b"x", 0),
+            lambda: os.ftruncate(again, 0),
+            lambda: os.ftruncate(again, 4 * BLOCK_BYTES),
+            lambda: mmap.mmap(again, memory.size),
+        ):
+            with pytest.raises(PermissionError):
+                change()
+    finally:
+        os.close(again)
+        os.close(descriptor)
+        memory.close()

@@ -37,6 +37,8 @@ class BlockKey(NamedTuple):
     attempt: str
     file: str
     block: int
+    crc32c: int | None
+    """By the receipt, if there is one: so no rank that knows it gets a block for which it wasn't known."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,10 @@ class Attempt:
     """One request to one source, as the source sees it."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """From now on it counts how long it takes."""
         self.began = self.seen = observer_clock.now()
         """By the clock that stops while this process doesn't run."""
         self.patient = False

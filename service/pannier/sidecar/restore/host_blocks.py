@@ -292,6 +292,6 @@ class HostBlocks:
         async def fetch() -> Fetched:
             return await self._fetcher.fetch(sources, size, expected, what)
 
-        key = BlockKey(request.load, request.attempt, request.file, request.block)
+        key = BlockKey(request.load, request.attempt, request.file, request.block, expected)
         wanted = WantedBlock(key, size, readers, fetch, remote=bool(peers) and not own)
         return self.cache.request(wanted, reader)

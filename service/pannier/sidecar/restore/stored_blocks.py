@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 from pannier.common import timeouts
 from pannier.sidecar.restore.block_fetcher import Attempt
-from pannier.storage import Store, check_allowed, check_shared
+from pannier.storage import Store, check_allowed, check_shared, import_store
 from pannier.storage.base import limited
+from pannier.storage.io_threads import setup_threads
 from pannier.wire import object_names
 from pannier.wire.errors import PannierError
 
@@ -28,6 +29,8 @@ class StoredBlocks:
         self._allow = allow
         self._stores: dict[str, Store] = {}
         self._used_at: dict[str, float] = {}
+        self._connecting: dict[str, set[Attempt]] = {}
+        """Reads of stores that haven't answered one yet."""
         self.retries = 0
         """Requests that storage had to be asked again."""
 
@@ -55,12 +58,29 @@ class StoredBlocks:
             attempt.patient = True
             self.retries += 1
 
+        if checkpoint_id not in self._stores:
+            # Not on the event loop: peers and ranks would take it for stopped.
+            attempt.patient = True
+            await setup_threads.run(import_store, checkpoint_id)
         store = self._stores.get(checkpoint_id)
         if store is None:
             store = self._stores[checkpoint_id] = self._open_store(checkpoint_id)
+            self._connecting[checkpoint_id] = set()
         self._used_at[checkpoint_id] = end = time.monotonic() + timeouts.BLOCK_S
-        with limited(until=lambda: end, retried=retried):
-            return await store.read(name, offset, size)
+        connecting = self._connecting.get(checkpoint_id)
+        if connecting is not None:
+            # Another request would wait for the same connection and credentials.
+            attempt.patient = True
+            connecting.add(attempt)
+        try:
+            with limited(until=lambda: end, retried=retried):
+                data = await store.read(name, offset, size)
+        finally:
+            if connecting is not None:
+                connecting.discard(attempt)
+        for waiting in self._connecting.pop(checkpoint_id, ()):
+            waiting.begin()
+        return data
 
     async def tick(self) -> None:
         """Closes stores that weren't used for a while."""
@@ -68,6 +88,7 @@ class StoredBlocks:
         for checkpoint_id, used_at in list(self._used_at.items()):
             if now - used_at > timeouts.STORE_KEPT_S:
                 del self._used_at[checkpoint_id]
+                self._connecting.pop(checkpoint_id, None)
                 await self._stores.pop(checkpoint_id).close()
 
     async def close(self) -> None:
