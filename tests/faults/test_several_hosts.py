@@ -4,7 +4,7 @@ The hosts are network namespaces with hostnames, runtime directories and spools 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from pannier import client
 from pannier.client.embedded import network as addresses_of_hosts
 from pannier.v1 import save_pb2
 from pannier.wire import addresses
+from support.actors.block_reader import BlockReader, Checkpoint
 from support.actors.scripted_sidecar import wait_until
 from support.network.netns import HERE, Network, network_or_skip
 from support.network.several_hosts import Hosts, Job, TorchrunJob, listeners
@@ -162,20 +163,48 @@ def check(root: str, *steps: int) -> None:
             assert torch.equal(plain["w"], FULL)
 
 
+def read_from_peers(hosts: Hosts, checkpoint: Path, peers: Mapping[str, str]) -> None:
+    """Each host's sidecar gets a block from the spool of the next one, by the job's own certificates."""
+    names = sorted(path.name for path in checkpoint.glob("__i*.distcp"))
+    attempt = names[0][2:].rpartition("_")[0].rpartition("_")[0]
+    loaded = Checkpoint(str(checkpoint), attempt, [], "load")
+    readers, files = [], []
+    for host in hosts.all:
+        (name,) = host.daemons()
+        socket = addresses.embedded_sidecar(host.runtime_dir / name)
+        located = BlockReader(socket, loaded).locate(names)
+        assert (located.host, located.peer_address) == (host.name, peers[host.name])
+        assert located.peer_tls
+        files.append(located.files[0].file)
+        readers.append(socket)
+    loaded = Checkpoint(str(checkpoint), attempt, files, "load")
+    for own, socket in enumerate(readers):
+        with BlockReader(socket, loaded, hosts=list(peers.items()), own=own) as reader:
+            other = (own + 1) % len(readers)
+            reader.request(0, file=other, holders=[other])
+            block = reader.next()
+            assert block.source == hosts.all[other].name
+            data = (checkpoint / files[other].name).read_bytes()
+            assert reader.content(block) == data[: block.size]
+
+
 @pytest.mark.slow
 def test_torchrun_on_three_hosts_needs_nothing_else(hosts: Hosts, tmp_path: Path) -> None:
     a = hosts.all[0]
     place = Place(tmp_path, str(tmp_path / "run"))
     job = place.job(hosts, TWICE, TorchrunJob, ranks=[2, 1, 1])
     job.wait_for("<saved 1>", 4)
-    # One coordinator, on rank 0's host, and nothing listens on TCP but that.
+    # One coordinator, on rank 0's host, and nothing listens on TCP but that and what peers read from.
     coordinator = a.daemon("coordinator")
     (address,) = listeners(coordinator)
     assert address.startswith(f"{a.address}:")
+    peers = {}
     for host in hosts.all:
         (daemons,) = host.daemons().values()
         assert len(daemons) == (3 if host is a else 2)
-        for each in daemons:
+        (peers[host.name],) = listeners(daemons[-1])
+        assert peers[host.name].startswith(f"{host.address}:")
+        for each in daemons[:-1]:
             assert listeners(each) == ([address] if each == coordinator else [])
         for path in host.runtime_dir.glob("job-*/*"):
             if path.is_file() and "PRIVATE" in path.read_text():
@@ -186,6 +215,7 @@ def test_torchrun_on_three_hosts_needs_nothing_else(hosts: Hosts, tmp_path: Path
     assert addresses_of_hosts.probe_port(address, 2) == ""
     with pytest.raises(AssertionError, match=r"handshake|Socket closed|reset|UNAVAILABLE"):
         await_save(address, f"{place.root}/step-1", lambda save: True, timeout=3)
+    read_from_peers(hosts, Path(place.root) / "step-1", peers)
     # The coordinator is killed, and started again where the others look for it.
     coordinator.kill()
     place.order("go on")

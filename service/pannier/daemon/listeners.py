@@ -117,9 +117,28 @@ def bind_listeners(
     yield
 
 
-def bind_tcp(server: Server, address: str, *, setting: str, tls: Tls | None) -> None:
-    """Binds ``server`` to a TCP address. Raises ConfigurationError naming ``setting``."""
-    _bind(server, address, setting, tls)
+def bind_tcp(
+    server: Server, address: str, *, setting: str, tls: Tls | None, any_port: bool = False
+) -> str:
+    """Binds ``server`` to a TCP address, which is returned.
+
+    Args:
+        any_port: if the port is taken, another one serves as well.
+
+    Raises ConfigurationError naming ``setting``.
+    """
+    try:
+        _bind(server, address, setting, tls)
+    except ConfigurationError:
+        if not any_port:
+            raise
+        host = address.rpartition(":")[0]
+        try:
+            port = _add_port(server, f"{host}:0", tls)
+        except RuntimeError as error:
+            raise ConfigurationError(f"can't listen on {host} ({setting}): {error}") from error
+        return f"{host}:{port}"
+    return address
 
 
 def socket_path(address: str) -> Path | None:
@@ -277,9 +296,12 @@ def _has_acl(path: Path) -> bool:
 def _bind(server: Server, address: str, setting: str, tls: Tls | None) -> None:
     where = parse_address(address, setting=setting)
     try:
-        if tls is None or is_unix(where):
-            server.add_insecure_port(where)
-        else:
-            server.add_secure_port(where, tls.server_credentials())
+        _add_port(server, where, tls)
     except RuntimeError as error:
         raise ConfigurationError(f"can't listen on {address} ({setting}): {error}") from error
+
+
+def _add_port(server: Server, where: str, tls: Tls | None) -> int:
+    if tls is None or is_unix(where):
+        return server.add_insecure_port(where)
+    return server.add_secure_port(where, tls.server_credentials())

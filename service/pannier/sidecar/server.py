@@ -348,8 +348,8 @@ class Sidecar:
         descriptors = self._serving_descriptors()
         if descriptors is not None:
             self._descriptors = await stack.enter_async_context(descriptors)
+        self._peer_address = await stack.enter_async_context(serving_peers(config, self.blocks))
         await server.start()
-        await stack.enter_async_context(serving_peers(config, self.blocks))
         await self._status_services.serve()
         self._serves = True
 
@@ -384,7 +384,7 @@ class Sidecar:
             lambda: self._descriptors,
             loads=self._loads,
             token_first=self.auth is not None,
-            peer=peer_fields(config),
+            peer=lambda: peer_fields(config, self._peer_address),
         )
         restore_pb2_grpc.add_RestoreServicer_to_server(restore, server)
         self.diagnosis = SidecarDiagnosis(

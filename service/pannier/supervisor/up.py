@@ -188,7 +188,7 @@ _OF_OTHER_DAEMONS = frozenset(
     for name in (
         *("ADDRESS", "LISTEN", "SIDECAR", "COORDINATOR", "IDLE_EXIT"),
         # Two daemons can't share a port.
-        *("HEALTH", "METRICS"),
+        *("HEALTH", "METRICS", "PEERS", "PEERS_NAME"),
     )
 )
 """Variables that may configure a trainer's other daemons; embedded ones get flags."""

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pannier.client.embedded.certificates import TlsBundle, issue
+from pannier.client.embedded.certificates import PEER_NAME, TlsBundle, issue
 from pannier.client.embedded.daemon_spec import write_tls_files
 from pannier.client.embedded.network import probe_daemon
 from pannier.daemon.listeners import bind_listeners, server_options
@@ -68,9 +68,28 @@ def test_a_callers_papers_are_no_coordinators(tmp_path: Path) -> None:
     callers = tls(caller, tmp_path / "caller")
     # One host of the job can't pass for the coordinator of the others.
     with serving(callers) as address:
-        assert "isn't one for a server" in probe_daemon(address, callers, SOON_S)
+        assert "for another host name" in probe_daemon(address, callers, SOON_S)
     with serving(tls(server, tmp_path / "server")) as address:
         assert probe_daemon(address, callers, SOON_S) == ""
+
+
+def test_all_sidecars_of_a_job_are_believed_by_the_name_that_they_share(tmp_path: Path) -> None:
+    server, caller = issue("10.0.0.1")
+    _, stranger = issue("10.0.0.1")
+    known = [tls(each, tmp_path / str(n)) for n, each in enumerate((server, caller, stranger))]
+    by_name = [("grpc.ssl_target_name_override", PEER_NAME)]
+    for own in known[:2]:
+        with serving(own) as address:
+            for other in known:
+                credentials = other.channel_credentials()
+                with grpc.secure_channel(address, credentials, options=by_name) as channel:
+                    stub = health_pb2_grpc.HealthStub(channel)
+                    request = health_pb2.HealthCheckRequest()
+                    if other is not known[2]:
+                        stub.Check(request, timeout=SOON_S)
+                        continue
+                    with pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
+                        stub.Check(request, timeout=SOON_S)
 
 
 def test_the_coordinator_is_believed_under_its_own_address_only(tmp_path: Path) -> None:
@@ -87,7 +106,7 @@ def test_names_and_numbers_are_both_good(host: str) -> None:
     server, _ = issue(host)
     names = x509.load_pem_x509_certificate(server.cert.encode()).extensions
     found = names.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert [str(each.value) for each in found] == [host]
+    assert [str(each.value) for each in found] == [host, PEER_NAME]
 
 
 def test_keys_are_for_one_user_and_not_in_any_text(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """TLS certificates for the daemons of one job on several hosts.
 
-In: the coordinator's host. Out: PEM texts: a server certificate for the coordinator and a client
-certificate for the sidecars, signed by a CA whose key is dropped at once, so that no further
-certificate can be issued.
+In: the coordinator's host. Out: PEM texts: a certificate for the coordinator and its host's sidecar, and
+one for the other sidecars, signed by a CA whose key is dropped at once, so that no further certificate can
+be issued. Both have a name that peers call each other by, whatever their addresses.
 """
 
 import datetime
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
+PEER_NAME: Final = "sidecar.pannier.invalid"
+"""By which sidecars know each other's certificates."""
 _VALID: Final = datetime.timedelta(days=366)
 """Longer than any job runs; the keys are removed with their daemons."""
 _SKEW: Final = datetime.timedelta(days=1)
@@ -59,14 +61,18 @@ def issue(host: str) -> tuple[TlsBundle, TlsBundle]:
         .sign(authority, hashes.SHA256())
     )
 
-    def leaf(role: str, usage: "x509.ObjectIdentifier", name: "x509.GeneralName") -> TlsBundle:
+    # Sidecars call the coordinator, and each other.
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    peer = x509.DNSName(PEER_NAME)
+
+    def leaf(role: str, *names: "x509.GeneralName") -> TlsBundle:
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = (
             _builder(_name(f"pannier {job_id} {role}"), issuer, key)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-            .add_extension(x509.SubjectAlternativeName([name]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()),
                 critical=False,
@@ -76,8 +82,8 @@ def issue(host: str) -> tuple[TlsBundle, TlsBundle]:
         return TlsBundle(cert=_pem(certificate), key=_pem_key(key), ca=_pem(ca))
 
     return (
-        leaf("coordinator", ExtendedKeyUsageOID.SERVER_AUTH, _general_name(host)),
-        leaf("sidecar", ExtendedKeyUsageOID.CLIENT_AUTH, x509.DNSName("sidecar.pannier.invalid")),
+        leaf("coordinator", _general_name(host), peer),
+        leaf("sidecar", peer),
     )
 
 

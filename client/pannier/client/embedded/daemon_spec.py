@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from pannier.client.config import Settings
-from pannier.client.embedded.certificates import TlsBundle
+from pannier.client.embedded.certificates import PEER_NAME, TlsBundle
 from pannier.common import timeouts
 from pannier.wire import addresses
 
@@ -58,12 +58,14 @@ def job_daemons(
     *,
     listen: str | None = None,
     coordinator: str | None = None,
+    peers: str | None = None,
 ) -> DaemonSpec:
     """The daemons of one start of a job on several hosts, with the TLS files in ``directory``.
 
     Args:
         listen: address of its coordinator, ``host:port``; or
         coordinator: address of the coordinator on another host.
+        peers: where the other hosts' sidecars can reach this one's, ``host:port``; None: nowhere.
 
     Raises ConfigurationError: the directory's name is too long for sockets.
     """
@@ -71,13 +73,14 @@ def job_daemons(
     for address in (addresses.embedded_sidecar, addresses.embedded_coordinator):
         addresses.parse_address(address(directory), setting=setting)
     address_flags = ("--listen", listen) if listen else ("--coordinator", str(coordinator))
+    peer_flags = ("--peers", peers, "--peers-name", PEER_NAME) if peers else ()
     files = zip(("--tls-cert", "--tls-key", "--tls-ca"), tls_files(directory), strict=True)
     tls_flags = [word for flag, path in files for word in (flag, str(path))]
     return DaemonSpec(
         directory,
         None if settings.spool is None else settings.spool / directory.name,
         timeouts.JOB_DAEMONS_IDLE_S,
-        (*address_flags, *tls_flags, "--discard"),
+        (*address_flags, *peer_flags, *tls_flags, "--discard"),
     )
 
 

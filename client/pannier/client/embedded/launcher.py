@@ -306,6 +306,8 @@ def environment(settings: Settings, spec: DaemonSpec) -> dict[str, str]:
     for name, value in (
         ("PANNIER_SPOOL", spec.spool),
         ("PANNIER_LISTEN", None),
+        ("PANNIER_PEERS", None),
+        ("PANNIER_PEERS_NAME", None),
         ("PANNIER_COORDINATOR", settings.coordinator),
         ("PANNIER_TLS_CERT", settings.tls_cert),
         ("PANNIER_TLS_KEY", settings.tls_key),

@@ -150,8 +150,8 @@ def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpe
     directory = _directory(settings, rendezvous, own)
     address = rendezvous.coordinator
     if own.runtime_dir_id == rendezvous.leader.runtime_dir_id:
-        return job_daemons(settings, directory, listen=address)
-    spec = job_daemons(settings, directory, coordinator=address)
+        return job_daemons(settings, directory, listen=address, peers=_peers(address, own))
+    spec = job_daemons(settings, directory, coordinator=address, peers=_peers(address, own))
     if launcher.is_up(spec):
         return spec
     launcher.make_private_dir(directory)
@@ -225,7 +225,12 @@ def _start_coordinator(own: HostInfo, towards: str | None, settings: Settings) -
         else:
             rendezvous, tls = _find_earlier(settings, job, own) or _new(settings, job, own, towards)
         directory = _directory(settings, rendezvous, own)
-        spec = job_daemons(settings, directory, listen=rendezvous.coordinator)
+        spec = job_daemons(
+            settings,
+            directory,
+            listen=rendezvous.coordinator,
+            peers=_peers(rendezvous.coordinator, own),
+        )
         launcher.make_private_dir(directory)
         write_tls_files(directory, tls)
         write_private_file(directory / _RECORD, _encode(rendezvous))
@@ -291,6 +296,16 @@ def _free_address(own: HostInfo, towards: str | None) -> str:
             f"one by PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
         )
     return network.join_address(host, network.free_port(host))
+
+
+def _peers(coordinator: str, own: HostInfo) -> str | None:
+    """Where the other hosts can reach this host's sidecar; None: it isn't known."""
+    host = network.own_address([network.split_address(coordinator)[0]]) or own.address
+    try:
+        return None if host is None else network.join_address(host, network.free_port(host))
+    except ConfigurationError as error:
+        _log.info("other hosts read nothing from this one's sidecar: %s", error)
+        return None
 
 
 def job_key(settings: Settings) -> str:

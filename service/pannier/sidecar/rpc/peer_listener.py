@@ -4,6 +4,7 @@ In: the sidecar's settings, and the blocks of its host. Out: a server at ``--pee
 lasts, and what Locate's responses say of it. On the event loop.
 """
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -16,33 +17,49 @@ from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.rpc.peer_servicer import LIMITS, PeerServicer
 from pannier.v1 import restore_pb2, restore_pb2_grpc
+from pannier.wire.errors import ConfigurationError
+
+_log = logging.getLogger(__name__)
 
 _STOP_S: Final = 0.5
 
 
-def peer_fields(config: SidecarConfig) -> restore_pb2.LocateResponse:
-    """How other hosts reach this one."""
+def peer_fields(config: SidecarConfig, address: str) -> restore_pb2.LocateResponse:
+    """How other hosts reach this one, at ``address``; empty: they can't."""
     return restore_pb2.LocateResponse(
         host=config.host,
-        peer_address=config.peers or "",
-        peer_tls=config.peers is not None and config.tls is not None,
-        peer_name=config.peers_name if config.peers is not None else "",
+        peer_address=address,
+        peer_tls=bool(address) and config.tls is not None,
+        peer_name=config.peers_name if address else "",
     )
 
 
 @asynccontextmanager
-async def serving_peers(config: SidecarConfig, blocks: HostBlocks) -> AsyncIterator[None]:
-    """Serves blocks to other hosts, if they are to be. Raises ConfigurationError: the address is taken."""
+async def serving_peers(config: SidecarConfig, blocks: HostBlocks) -> AsyncIterator[str]:
+    """Serves blocks to other hosts, if they are to be; yields the address, or "".
+
+    An embedded sidecar takes another port if its own is in use, or serves no peers: saves don't
+    depend on them. Raises ConfigurationError: the address can't be bound.
+    """
     if config.peers is None:
-        yield
+        yield ""
         return
     server = grpc.aio.server(
         options=server_options(), interceptors=[AdmissionInterceptor(LIMITS), ErrorInterceptor()]
     )
     restore_pb2_grpc.add_PeerServicer_to_server(PeerServicer(blocks), server)
-    bind_tcp(server, config.peers, setting="--peers", tls=config.tls)
+    try:
+        address = bind_tcp(
+            server, config.peers, setting="--peers", tls=config.tls, any_port=config.embedded
+        )
+    except ConfigurationError as error:
+        if not config.embedded:
+            raise
+        _log.warning("other hosts can't read blocks of checkpoints here: %s", error)
+        yield ""
+        return
     await server.start()
     try:
-        yield
+        yield address
     finally:
         await server.stop(_STOP_S)

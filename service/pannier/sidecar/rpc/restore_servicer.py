@@ -47,7 +47,7 @@ class RestoreServicer(restore_pb2_grpc.RestoreServicer):
         *,
         loads: LoadReports,
         token_first: bool,
-        peer: restore_pb2.LocateResponse,
+        peer: Callable[[], restore_pb2.LocateResponse],
     ) -> None:
         self._loads = loads
         self._local_copies = local_copies
@@ -70,7 +70,7 @@ class RestoreServicer(restore_pb2_grpc.RestoreServicer):
             response = await self._local_copies.locate(request)
             response.descriptors = self._descriptors()
             response.token_first = self._token_first
-        response.MergeFrom(self._peer)
+        response.MergeFrom(self._peer())
         response.wire_version = WIRE_VERSION
         response.restore_budget = self._blocks.budget_for(request.checkpoint_id)
         return response
