@@ -36,6 +36,7 @@ from support.kubernetes.schemas import problems, releases
 
 DOWNWARD = {
     "spec.nodeName": "node-0",
+    "status.podIP": "10.0.0.7",
     "metadata.annotations['batch.kubernetes.io/job-completion-index']": "1",
     "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": "1",
 }
@@ -162,6 +163,12 @@ def test_addresses_ports_and_paths_agree(objects: list[Object]) -> None:
             host, _, number = variables["PANNIER_COORDINATOR"].rpartition(":")
             assert (host, number) == ("pannier-coordinator", str(port["port"])), where
             assert host in certificate["dnsNames"], where
+            if "PANNIER_PEERS" in variables:
+                name = variables["PANNIER_PEERS_NAME"]
+                shared = named(objects, "Certificate", "pannier-sidecar-tls")["spec"]
+                assert name in shared["dnsNames"], where
+                peers = int(variables["PANNIER_PEERS"].rpartition(":")[2])
+                assert peers in [p["containerPort"] for p in daemon["ports"]], where
         probes = [
             daemon[name]["grpc"] for name in ("startupProbe", "livenessProbe", "readinessProbe")
         ]

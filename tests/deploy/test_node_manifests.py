@@ -16,6 +16,7 @@ from support.kubernetes.manifests import (
 )
 
 DOWNWARD = {
+    "status.podIP": "10.0.0.7",
     "spec.nodeName": "node-0",
     "metadata.annotations['batch.kubernetes.io/job-completion-index']": "1",
 }
@@ -69,14 +70,17 @@ def test_a_nodes_sidecar_has_the_settings_of_a_pods() -> None:
     one = container(pod_templates(pods)["Job/train"], "pannier")
     other = container(pod_templates(node)["DaemonSet/pannier-sidecar"], "pannier")
     mine, theirs = environment(one, pods, DOWNWARD), environment(other, node, DOWNWARD)
-    of_a_node = {"PANNIER_HOST", "PANNIER_JOBS"}
+    of_a_node = {"PANNIER_HOST", "PANNIER_JOBS", "PANNIER_RESTORE_BUDGET"}
+    # Blocks of one job are not for the peers of another.
+    of_a_pod = {"POD_IP", "PANNIER_PEERS", "PANNIER_PEERS_NAME"}
     # A job's roots are in its file.
-    assert mine.keys() - {"PANNIER_ALLOW"} == theirs.keys() - of_a_node
+    assert mine.keys() - {"PANNIER_ALLOW"} - of_a_pod == theirs.keys() - of_a_node
     different = {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}
     sizes = {"SPOOL_SIZE", "PANNIER_SPOOL_BUDGET", "PANNIER_GRACE"}
     assert different == {"PANNIER_ADDRESS", "PANNIER_SIDECAR", "PANNIER_SPOOL"} | sizes
     # A native sidecar says of itself that it is one; the rest is the same, but for the jobs' files
     # and the memory of their processes.
+    one["ports"] = [port for port in one["ports"] if port["name"] != "pannier-peers"]
     assert {k: v for k, v in one.items() if k not in ("env", "resources", "restartPolicy")} == {
         k: [m for m in v if m["name"] != "pannier-jobs"] if k == "volumeMounts" else v
         for k, v in other.items()

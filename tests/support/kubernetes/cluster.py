@@ -186,6 +186,7 @@ class Cluster:
             hosts={"pannier-coordinator": self._network.address("coordinator")},
             downward={
                 "spec.nodeName": "node-0",
+                "status.podIP": self._network.address(host),
                 "metadata.annotations['batch.kubernetes.io/job-completion-index']": "0",
                 "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": "0",
             },

@@ -97,7 +97,9 @@ def srun(allocation: dict[str, list[str]], words: Sequence[str]) -> int:
     environment = {**os.environ, _STEP: step}
     tasks = [
         subprocess.Popen(
-            [*allocation[name], *given.command], env=environment, start_new_session=True
+            [*allocation[name], *given.command],
+            env={**environment, "SLURMD_NODENAME": name},
+            start_new_session=True,
         )
         for name in names
     ]
