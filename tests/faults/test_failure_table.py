@@ -136,6 +136,11 @@ ROWS = {
     "a rank ends or is stopped during a load": [
         "faults/test_load_waits.py::test_a_rank_that_is_killed_or_stopped_is_named_on_all_others",
     ],
+    "the job is killed between ingestion and commit, and starts again": [
+        "faults/test_ingested_saves.py::test_a_start_after_all_trainers_were_killed_loses_no_ingested_step",
+        "faults/test_ingested_saves.py::test_so_it_does_after_daemons_were_killed_too",
+        "faults/test_ingested_saves.py::test_a_rank_that_was_not_ingested_is_named_and_the_checkpoint_before_is_loaded",
+    ],
     "the sidecar is killed before a load": [
         "faults/test_local_copies.py::test_a_sidecar_that_starts_again_still_has_the_copy",
     ],

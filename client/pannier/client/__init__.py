@@ -40,6 +40,8 @@ from pannier.client.ranks.load_error import LoadError
 from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.load_sharing import LoadSharing
+from pannier.client.resume.ingested_saves import default_ingested
+from pannier.client.resume.latest import latest as find_latest
 from pannier.client.save_factory import configure, default_settings, raise_unretrieved
 from pannier.client.staging.optimizer_guard import Guard
 from pannier.common.save_interval import Advice
@@ -200,7 +202,8 @@ def load(
     sharding, those of torch_xla's SPMD programs too: a parameter sees what was loaded.
 
     What a sidecar of this host still has in its spool is read there, each byte compared with its
-    checksum; everything else from storage. No daemon is started for that.
+    checksum; everything else from storage. No daemon is started for that. A checkpoint that isn't
+    committed yet, and that a sidecar of the first rank's host is still at, is waited for.
 
     Args:
         state_dict: tensors to fill, ``Stateful`` objects, and keys of other objects.
@@ -243,6 +246,7 @@ def load(
         before=raise_unretrieved,
         sharing=LoadSharing(default_settings),
         reporting=LoadReporter(default_settings).reporting,
+        finish=default_ingested(no_dist=no_dist).finish_one,
     )
 
 
@@ -251,7 +255,8 @@ def latest(
     *,
     process_group: Any = None,
     no_dist: bool = False,
-    timeout: float = 60.0,
+    include: str = "committed",
+    timeout: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> str | None:
     """The newest checkpoint directly below ``root``; None when there is none.
@@ -265,11 +270,19 @@ def latest(
     calls alone waits at most ``timeout``, the first rank never. The n-th call of
     each rank of a group belongs together; for one rank alone, use ``no_dist``.
 
+    With ``include="ingested"`` it first waits for saves that are newer than that and not committed yet:
+    what every rank had ingested before the job was started again is uploaded by its sidecars and
+    committed by the coordinator, so that no step is lost. Embedded daemons are started for that, on every
+    host whose ranks call it. A save that can't be finished (a rank was not ingested, a host is lost) is
+    logged with its ranks and hosts, and the newest that is committed is returned.
+
     Args:
         root: a path or a URL; need not exist, but its bucket must.
         process_group: the ranks that ask together. Default: all.
         no_dist: this process looks by itself.
-        timeout: seconds to wait for the first rank's answer.
+        include: ``"committed"``, or ``"ingested"``.
+        timeout: seconds to wait for the first rank's answer, by default 60; with ``"ingested"`` for
+            saves to be committed, by default 600, and up to 60 more for the answer.
         storage_options: of the fsspec file system. Default: from the environment.
 
     Raises:
@@ -279,13 +292,15 @@ def latest(
         InvalidRequestError: ranks gave different roots.
         IntegrityError: the decision of the newest save is damaged, so that its order isn't known.
     """
-    return catalog.latest(
+    return find_latest(
         root,
         process_group=process_group,
         no_dist=no_dist,
+        include=include,
         timeout=timeout,
         storage_options=storage_options,
         before=raise_unretrieved,
+        ingested=default_ingested(no_dist=no_dist),
     )
 
 

@@ -31,6 +31,8 @@ from pannier.client.messages.call_errors import at_call
 from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.load_sharing import LoadSharing
+from pannier.client.resume.ingested_saves import IngestedSaves, ingested_of
+from pannier.client.resume.latest import latest as find_latest
 from pannier.client.save_call import SaveCall
 from pannier.client.save_factory import SaveFactory
 from pannier.client.staging.optimizer_guard import Guard, Guards
@@ -295,12 +297,25 @@ class Client:
             before=self._factory.saves.errors.raise_all,
             sharing=LoadSharing(lambda: self.settings),
             reporting=LoadReporter(lambda: self.settings).reporting,
+            finish=self._ingested(arguments).finish_one,
             **arguments,
+        )
+
+    def _ingested(self, arguments: Mapping[str, Any]) -> IngestedSaves:
+        return ingested_of(
+            lambda: self._factory,
+            lambda: self.settings,
+            no_dist=bool(arguments.get("no_dist", False)),
         )
 
     def latest(self, root: str | os.PathLike[str], **arguments: Any) -> str | None:
         """The newest checkpoint directly below ``root``. See :func:`pannier.client.latest`."""
-        return catalog.latest(root, before=self._factory.saves.errors.raise_all, **arguments)
+        return find_latest(
+            root,
+            before=self._factory.saves.errors.raise_all,
+            ingested=self._ingested(arguments),
+            **arguments,
+        )
 
     def list(
         self, root: str | os.PathLike[str], **arguments: Any

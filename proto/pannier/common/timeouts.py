@@ -163,6 +163,18 @@ WAIT_LONGEST_POLL_S: Final = 0.05 * SCALE
 READ_PROGRESS_S: Final = 2.0 * SCALE
 """Between two reports of a rank that reads to those that wait for it."""
 
+LATEST_S: Final = 60.0 * SCALE
+"""For the first rank's answer which checkpoint is the newest; unless the caller gives a time."""
+INGESTED_S: Final = 600.0 * SCALE
+"""For saves that an earlier start left ingested to be committed; unless the caller gives a time."""
+INGESTED_POLL_S: Final = 0.5 * SCALE
+"""Between two looks whether they are."""
+INGESTED_SIGN_S: Final = 20.0 * SCALE
+"""Such a save of which no sidecar of the host knows, and nothing new came to storage for so long, is
+given up: its daemons may just be starting."""
+INGESTED_COMMIT_S: Final = 5.0 * SCALE
+"""For a coordinator to commit a save whose receipts are all in storage."""
+
 # The sidecar's ingest and spool
 
 WRITE_TURN_S: Final = 4.0 * SCALE

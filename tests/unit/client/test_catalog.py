@@ -8,6 +8,7 @@ import pytest
 
 from pannier.client.loading import catalog
 from pannier.client.loading.filesystem import Stat, StorageDir
+from pannier.client.resume.latest import latest
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, StorageError
@@ -50,19 +51,19 @@ def test_the_order_is_that_of_the_saves_and_not_of_their_commits(tmp_path: Path)
         "i1-inc-g0000000a-s10",
         "i2-inc-g0000000a-s1",
     ]
-    assert catalog.latest(tmp_path) == ids[-1]
+    assert latest(tmp_path) == ids[-1]
 
 
 def test_what_pannier_did_not_write_comes_first(tmp_path: Path) -> None:
     foreign = [commit(tmp_path, "plain-2", 900), commit(tmp_path, "plain-1", 1000)]
-    assert catalog.latest(tmp_path) == foreign[1]
+    assert latest(tmp_path) == foreign[1]
     # Written over ours by a plain writer: whose it is isn't known.
     saved(tmp_path, "over", "i3-inc-g0000000a-s1", 1)
     write(tmp_path / "over" / ".metadata", b"a plain writer's")
     os.utime(tmp_path / "over" / ".metadata", (950, 950))
     own = saved(tmp_path, "step-1", "i1-inc-g0000000a-s1", 10)
     assert names(tmp_path) == ["plain-2", "over", "plain-1", "step-1"]
-    assert catalog.latest(tmp_path) == own
+    assert latest(tmp_path) == own
 
 
 def test_it_is_the_attempt_that_stands_which_orders(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_it_is_the_attempt_that_stands_which_orders(tmp_path: Path) -> None:
         "i1-inc-g0000000a-s1",
         "i1-inc-g0000000a-s2",
     ]
-    assert catalog.latest(tmp_path) == newest
+    assert latest(tmp_path) == newest
 
 
 def test_a_damaged_decision_of_the_newest_is_an_error_and_one_of_an_older_is_not(
@@ -87,10 +88,10 @@ def test_a_damaged_decision_of_the_newest_is_an_error_and_one_of_an_older_is_not
     old = saved(tmp_path, "step-1", "i1-inc-g0000000a-s1", 1)
     new = saved(tmp_path, "step-2", "i1-inc-g0000000a-s2", 2)
     write(Path(old) / object_names.decision("i1-inc-g0000000a-s1"), b"{")
-    assert catalog.latest(tmp_path) == new
+    assert latest(tmp_path) == new
     write(Path(new) / object_names.decision("i1-inc-g0000000a-s2"), b"{")
     with pytest.raises(IntegrityError, match="i1-inc-g0000000a-s2/decision is damaged"):
-        catalog.latest(tmp_path)
+        latest(tmp_path)
 
 
 def test_the_newest_of_many_takes_a_listing_each_and_few_requests_more(
@@ -111,7 +112,7 @@ def test_the_newest_of_many_takes_a_listing_each_and_few_requests_more(
 
     for method in ("list", "stat", "read"):
         count(method)
-    assert catalog.latest(tmp_path) == str(tmp_path / "step-20")
+    assert latest(tmp_path) == str(tmp_path / "step-20")
     # The numbers of incarnations, the root, each directory; .metadata and decision of one.
     assert len(asked) == 1 + 1 + 20 + 2
 
@@ -127,14 +128,14 @@ def test_oldest_first_whatever_the_names(tmp_path: Path) -> None:
         catalog.CheckpointInfo(ids[0], 50.5),
         catalog.CheckpointInfo(ids[2], 99),
     ]
-    assert catalog.latest(tmp_path) == ids[2]
+    assert latest(tmp_path) == ids[2]
 
 
 def test_of_one_time_by_name_and_numbers_count(tmp_path: Path) -> None:
     for name in ("step-10", "step-9", "step-100", "step-9b", "a"):
         commit(tmp_path, name, 1000)
     assert names(tmp_path) == ["a", "step-9", "step-9b", "step-10", "step-100"]
-    assert catalog.latest(tmp_path) == str(tmp_path / "step-100")
+    assert latest(tmp_path) == str(tmp_path / "step-100")
 
 
 def test_what_is_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
@@ -148,27 +149,27 @@ def test_what_is_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
     write(tmp_path / "notes.txt", b"")
     (tmp_path / "empty").mkdir()
     assert names(tmp_path) == ["step-1"]
-    assert catalog.latest(tmp_path) == committed
+    assert latest(tmp_path) == committed
 
 
 def test_a_root_without_checkpoints(tmp_path: Path) -> None:
     assert catalog.list_checkpoints(tmp_path) == []
-    assert catalog.latest(tmp_path / "not" / "there") is None
+    assert latest(tmp_path / "not" / "there") is None
 
 
 def test_the_root_may_be_a_url(tmp_path: Path) -> None:
     commit(tmp_path, "step-1", 1)
-    assert catalog.latest(f"file://{tmp_path}/") == f"file://{tmp_path}/step-1"
+    assert latest(f"file://{tmp_path}/") == f"file://{tmp_path}/step-1"
     fs = fsspec.filesystem("memory")
     fs.pipe_file("/checkpoints/run/step-1/.metadata", b"")
-    assert catalog.latest("memory://checkpoints/run") == "memory://checkpoints/run/step-1"
+    assert latest("memory://checkpoints/run") == "memory://checkpoints/run/step-1"
 
 
 def test_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with GcsServer(tmp_path) as server:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
         fs = fsspec.filesystem("gs", endpoint_url=server.url, token="anon")
-        assert catalog.latest("gs://bucket/run") is None
+        assert latest("gs://bucket/run") is None
         for name in ("step-2", "step-1"):
             fs.pipe_file(f"bucket/run/{name}/.metadata", b"x")
             fs.pipe_file(f"bucket/run/{name}/__0_0.distcp", b"x")
@@ -176,7 +177,7 @@ def test_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert names("gs://bucket/run") == ["step-2", "step-1"]
         # Nothing is remembered of a listing.
         fs.pipe_file("bucket/run/step-3/.metadata", b"x")
-        assert catalog.latest("gs://bucket/run") == "gs://bucket/run/step-3"
+        assert latest("gs://bucket/run") == "gs://bucket/run/step-3"
         assert catalog.list_checkpoints("gs://bucket")[-1:] == []
 
 
@@ -186,11 +187,11 @@ def test_a_bucket_that_does_not_exist_is_an_error(
     with GcsServer(tmp_path) as gcs, S3Server() as s3:
         for storage, options in (("gs", {"endpoint_url": gcs.url}), ("s3", s3.options)):
             for empty in ("bucket", "bucket/run"):
-                assert catalog.latest(f"{storage}://{empty}", storage_options=options) is None
+                assert latest(f"{storage}://{empty}", storage_options=options) is None
             for root in ("no-such-bucket", "no-such-bucket/run/deep"):
                 url = f"{storage}://{root}"
                 with pytest.raises(StorageError, match=f"{url}: its bucket doesn't exist"):
-                    catalog.latest(url, storage_options=options)
+                    latest(url, storage_options=options)
                 with pytest.raises(StorageError, match="its bucket doesn't exist"):
                     catalog.list_checkpoints(url, storage_options=options)
                 listed = pannier("ls", url, "--storage-options", json.dumps(options))
@@ -212,7 +213,7 @@ def test_what_can_not_be_read_is_an_error_and_not_an_older_checkpoint(
 
     monkeypatch.setattr(StorageDir, "stat", failing)
     with pytest.raises(StorageError, match="storage is away"):
-        catalog.latest(tmp_path)
+        latest(tmp_path)
 
 
 def test_a_bucket_that_denies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +221,7 @@ def test_a_bucket_that_denies_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
         server.fault(kind="status", method="GET", status=403, times=100)
         with pytest.raises(PannierError, match="gs://bucket/run can't be read"):
-            catalog.latest("gs://bucket/run")
+            latest("gs://bucket/run")
 
 
 @pytest.mark.parametrize("root", ["", "nonsense://x"])
@@ -236,7 +237,7 @@ def ranks_learn_it_from_the_first() -> None:
     import pytest
     import torch.distributed as dist
 
-    from pannier.client.loading.catalog import latest
+    from pannier.client.resume.latest import latest
     from pannier.wire.errors import InvalidRequestError
 
     rank, root = dist.get_rank(), Path(os.environ["ROOT"]) / "several"
@@ -271,8 +272,8 @@ def a_failure_of_the_first_rank_is_raised_on_all() -> None:
     import pytest
     import torch.distributed as dist
 
-    from pannier.client.loading.catalog import latest
     from pannier.client.loading.filesystem import StorageDir
+    from pannier.client.resume.latest import latest
     from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
 
     def fail(self: StorageDir) -> None:
@@ -313,7 +314,7 @@ def no_rank_waits_longer_than_its_time_out() -> None:
     import pytest
     import torch.distributed as dist
 
-    from pannier.client.loading.catalog import latest
+    from pannier.client.resume.latest import latest
     from pannier.wire.errors import DeadlineError
 
     began = time.monotonic()

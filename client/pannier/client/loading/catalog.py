@@ -16,26 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import crc32c
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from pannier.client import torch_compat
 from pannier.client.interrupts import aside
-from pannier.client.loading import highest_incarnation
 from pannier.client.loading.filesystem import MissingError, Stat, StorageDir, open_dir
 from pannier.client.messages import wait_log
 from pannier.client.messages.call_errors import at_call
-from pannier.client.process_group import is_alone
-from pannier.client.ranks.rank_hosts import default_hosts
-from pannier.common.locations import absolute
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import (
-    DeadlineError,
     IntegrityError,
     InvalidRequestError,
     PannierError,
@@ -52,7 +43,6 @@ _Out = TypeVar("_Out")
 _PARALLEL: Final = 16
 _SHOWN: Final = 5
 _NUMBER: Final = re.compile(r"(\d+)")
-_PREFIX: Final = "pannier-latest"
 _RECORDS: Final = object_names.attempts_prefix().rstrip("/")
 
 
@@ -81,13 +71,14 @@ def list_checkpoints(
     root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> list[CheckpointInfo]:
     """See :func:`pannier.client.list`."""
-    with _logged(root):
-        directories = _directories(open_dir(root, storage_options))
-        found = _each(lambda directory: _read_info(directory, attempts_at(directory)), directories)
+    with logged_list(root):
+        places = directories(open_dir(root, storage_options))
+        found = _each(lambda directory: _read_info(directory, attempts_at(directory)), places)
     return sorted((each for each in found if each is not None), key=lambda each: each.order)
 
 
-def _logged(root: str | os.PathLike[str]) -> AbstractContextManager[object]:
+def logged_list(root: str | os.PathLike[str]) -> AbstractContextManager[object]:
+    """Logs a long wait for storage in this block."""
     return wait_log.logged(f"the list of checkpoints below {root}", lambda: f"storage at {root}")
 
 
@@ -97,14 +88,10 @@ def newest(root: StorageDir) -> CheckpointInfo | None:
     Lists each directory, and reads more only where the newest attempts are. Raises as
     :func:`list_checkpoints`.
     """
-    directories = _directories(root)
-    attempts = _each(attempts_at, directories)
+    places = directories(root)
+    attempts = attempts_of(places)
     ours = sorted(
-        (
-            (found, directory)
-            for found, directory in zip(attempts, directories, strict=True)
-            if found
-        ),
+        ((found, directory) for found, directory in zip(attempts, places, strict=True) if found),
         key=lambda each: each[0][0],
         reverse=True,
     )
@@ -117,37 +104,8 @@ def newest(root: StorageDir) -> CheckpointInfo | None:
             best = info
     if best is not None:
         return best
-    others = _each(lambda each: _read_info(*each), list(zip(directories, attempts, strict=True)))
+    others = _each(lambda each: _read_info(*each), list(zip(places, attempts, strict=True)))
     return max((each for each in others if each), key=lambda each: each.order, default=None)
-
-
-@at_call
-def latest(
-    root: str | os.PathLike[str],
-    *,
-    process_group: Any = None,
-    no_dist: bool = False,
-    timeout: float = 60.0,
-    storage_options: Mapping[str, Any] | None = None,
-    before: Callable[[], None] = lambda: None,
-) -> str | None:
-    """See :func:`pannier.client.latest`.
-
-    Args:
-        before: called first; what it raises on the first rank is raised on all ranks.
-    """
-
-    def look() -> str | None:
-        before()
-        # Before the listing: so that an incarnation that starts to save after it has a higher number.
-        highest_incarnation.look(root, storage_options)
-        with _logged(root):
-            found = newest(open_dir(root, storage_options))
-        return found.checkpoint_id if found is not None else None
-
-    if is_alone(no_dist):
-        return look()
-    return _shared(absolute(root), look, process_group, timeout, before)
 
 
 def attempts_at(directory: StorageDir) -> list[object_names.Attempt]:
@@ -165,7 +123,22 @@ def attempts_at(directory: StorageDir) -> list[object_names.Attempt]:
     return sorted(found, reverse=True)
 
 
-def _directories(root: StorageDir) -> list[StorageDir]:
+def attempts_of(directories: Sequence[StorageDir]) -> list[list[object_names.Attempt]]:
+    """Those of each checkpoint directory, newest first. Raises StorageError."""
+    return _each(attempts_at, directories)
+
+
+def committed_attempt(directory: StorageDir) -> object_names.Attempt | None:
+    """The attempt that the ``.metadata`` of a directory is of. Raises StorageError, IntegrityError."""
+    try:
+        found = directory.stat(object_names.METADATA)
+        return _find_committed(directory, attempts_at(directory), found)
+    except MissingError:
+        return None
+
+
+def directories(root: StorageDir) -> list[StorageDir]:
+    """Those directly below a root that may be checkpoints. Raises StorageError."""
     try:
         entries = root.list()
     except MissingError:
@@ -230,65 +203,6 @@ def _natural(name: str) -> list[tuple[int, str]]:
     """Orders step-9 before step-10."""
     pieces = _NUMBER.split(name)
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in pieces]
-
-
-def _shared(
-    root: str,
-    look: Callable[[], str | None],
-    process_group: Any,
-    timeout: float,
-    before: Callable[[], None],
-) -> str | None:
-    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise InvalidRequestError(
-            f"rank {dist.get_rank()} is not in this process group: only its ranks may call latest() "
-            "with it"
-        )
-    store = PrefixStore(_PREFIX, torch_compat.group_store(process_group))
-    rank = dist.get_rank(process_group)
-    hosts = default_hosts()
-    # Counted in the store, which may outlive this process group.
-    key = str(store.add(f"calls/{rank}", 1))
-    if rank == 0:
-        return _look_for_all(store, key, root, look)
-    # After the call was counted: so the next call is in step also if this one raises.
-    before()
-    first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
-    first_text = hosts.text([first])
-    try:
-        with wait_log.logged(
-            f"latest below {root}", lambda: f"{first_text} to list what is in storage"
-        ):
-            store.wait([key], timedelta(seconds=timeout))
-        answer = json.loads(store.get(key))
-    except RuntimeError as error:  # torch's DistStoreError
-        raise DeadlineError(
-            f"waiting for {first_text}: after {timeout:g} s it has not reported the "
-            f"newest checkpoint below {root}; does it call latest() as often as rank "
-            f"{dist.get_rank()}? ({error})"
-        ) from error
-    if answer["root"] != root:
-        raise InvalidRequestError(
-            f"rank {dist.get_rank()} called latest() for {root}, but the first rank of its group for "
-            f"{answer['root']}"
-        )
-    if "error" in answer:
-        raise StorageError(answer["error"])
-    highest_incarnation.remember(root, answer["incarnation"])
-    latest_id: str | None = answer["latest"]
-    return latest_id
-
-
-def _look_for_all(store: Store, key: str, root: str, look: Callable[[], str | None]) -> str | None:
-    """Runs ``look``, and leaves its result or its error in the store for the other ranks."""
-    try:
-        found = look()
-    except PannierError as error:
-        store.set(key, json.dumps({"root": root, "error": str(error)}))
-        raise
-    answer = {"root": root, "latest": found, "incarnation": highest_incarnation.recall(root)}
-    store.set(key, json.dumps(answer))
-    return found
 
 
 def describe_absence(directory: StorageDir, name: str = object_names.METADATA) -> str:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from pannier.client.config import check_timeout
 from pannier.client.loading import filesystem, highest_incarnation
+from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import load_line
 from pannier.client.messages.call_errors import at_call
@@ -33,6 +34,8 @@ from pannier.common.save_interval import RECENT
 from pannier.wire.errors import InvalidRequestError
 from pannier.wire.failures import shorten
 
+Finish = Callable[[StorageDir, float], str | None]
+"""See :meth:`pannier.client.resume.ingested_saves.IngestedSaves.finish_one`."""
 Reporting = Callable[[LoadProgress], contextlib.AbstractContextManager[None]]
 """Reports a load to operators as long as the context lasts."""
 
@@ -58,6 +61,7 @@ def load(
     before: Callable[[], None] = lambda: None,
     sharing: Sharing | None = None,
     reporting: Reporting = lambda _: contextlib.nullcontext(),
+    finish: Finish | None = None,
 ) -> LoadResult:
     """See :func:`pannier.client.load`.
 
@@ -65,6 +69,7 @@ def load(
         before: called first; what it raises is raised on all ranks.
         sharing: reads through this host's sidecars what they have; None: all is read from storage.
         reporting: shows operators how far it is.
+        finish: waits for a save of the checkpoint that isn't committed yet.
     """
     began = time.monotonic()
     alone = is_alone(no_dist)
@@ -83,10 +88,11 @@ def load(
         return reader
 
     named = _described(checkpoint_id, storage_reader)
+    timeout_s = timeouts.LOAD_S if timeout is None else check_timeout(timeout)
     ranks = LoadRanks(
         process_group,
         alone=alone,
-        timeout_s=timeouts.LOAD_S if timeout is None else check_timeout(timeout),
+        timeout_s=timeout_s,
         description=f"load of {named}",
     )
     progress = LoadProgress(
@@ -99,7 +105,7 @@ def load(
         reader = _make_readers(ranks, make)
         try:
             progress.begin(load_progress.RESOLVING)
-            progress.describe(load=_share_metadata(ranks, reader))
+            progress.describe(load=_share_metadata(ranks, reader, timeout_s, finish))
             _fill(ranks, state_dict, reader, _wrap_for_xla(planner))
             result = _finish(ranks, reader, progress, began)
         finally:
@@ -149,7 +155,9 @@ def _tracked(progress: LoadProgress, reporting: Reporting) -> Iterator[None]:
         progress.end()
 
 
-def _share_metadata(ranks: LoadRanks, reader: StorageReader) -> str:
+def _share_metadata(
+    ranks: LoadRanks, reader: StorageReader, timeout_s: float, finish: Finish | None
+) -> str:
     """Reads ``.metadata`` on the first rank, and the highest incarnation at its root before it.
 
     Returns the id of the load, which all ranks share.
@@ -158,7 +166,21 @@ def _share_metadata(ranks: LoadRanks, reader: StorageReader) -> str:
 
     def read() -> tuple[bytes, int | None, str]:
         incarnation = highest_incarnation.look(root, reader.storage_options)
-        return reader.resolve(), incarnation, reader.load_id
+        return resolve(), incarnation, reader.load_id
+
+    def resolve() -> bytes:
+        try:
+            return reader.resolve()
+        except MissingError as error:
+            began = time.monotonic()
+            # Which has its own deadline.
+            with ranks.showing_progress(METADATA, lambda: f"{time.monotonic() - began:.0f} s"):
+                problem = finish(reader.directory, timeout_s) if finish is not None else None
+            if problem is None:
+                raise
+            if problem:
+                raise MissingError(f"{error}; {problem}") from error
+        return reader.resolve()
 
     content, incarnation, load_id = ranks.from_first(
         METADATA, read, size=lambda found: len(found[0])

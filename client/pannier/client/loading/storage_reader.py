@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from pannier.client.loading import catalog, filesystem, metadata_reader, read_lease
 from pannier.client.loading.checksum_verifier import ChecksumVerifier, Receipts
+from pannier.client.loading.filesystem import StorageDir
 from pannier.client.loading.item_loader import ItemLoader, locate
 from pannier.client.loading.metadata_reader import Generation, check_generations
 from pannier.client.loading.range_reader import (
@@ -109,6 +110,11 @@ class StorageReader(storage.StorageReader):
     def checkpoint_id(self) -> str:
         """The directory that is read: an absolute path or a URL."""
         return self._directory.url
+
+    @property
+    def directory(self) -> StorageDir:
+        """The directory in storage."""
+        return self._directory
 
     @property
     def path(self) -> str | Path:

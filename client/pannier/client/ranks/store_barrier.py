@@ -314,3 +314,29 @@ class StoreBarrier:
                 middle = len(part) // 2
                 parts += [part[middle:], part[:middle]]
         return found
+
+
+def await_key(store: Store, key: str, timeout_s: float) -> bytes | None:
+    """The value of a key once it has one; None after ``timeout_s`` seconds, also if the store doesn't answer.
+
+    Raises RuntimeError (torch's DistStoreError) when the store can't be used.
+    """
+    deadline = Deadline(timeout_s)
+    is_awaited = True
+
+    def poll() -> bytes | None:
+        began = time.monotonic()
+        while not store.check([key]):
+            if deadline.passed or not is_awaited:
+                return None
+            pause = max(_FIRST_POLL_S, _POLL_SHARE * (time.monotonic() - began))
+            time.sleep(min(pause, timeouts.WAIT_LONGEST_POLL_S))
+        value: bytes = store.get(key)
+        return value
+
+    try:
+        return Call(poll).result(timeout_s + timeouts.WAIT_LOOK_S)
+    except UnansweredError:
+        return None
+    finally:
+        is_awaited = False

@@ -1,0 +1,305 @@
+"""Waits until saves that every rank had ingested are committed, so that a restart loses no step.
+
+In: a root, or one checkpoint id. Out: their attempts that are newer than the newest checkpoint, ended: by the
+sidecars that hold them and the job's coordinator, which this module only observes in storage and in the
+status of this host's sidecars; where all receipts are in storage and no coordinator commits, by ``pannier
+recover``. What can't be finished is described, with ranks and hosts. Blocking; for one thread.
+"""
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+
+from pannier.client import save_factory
+from pannier.client.config import Settings
+from pannier.client.loading import catalog
+from pannier.client.loading.filesystem import MissingError, StorageDir, open_dir
+from pannier.client.messages import wait_log
+from pannier.client.resume.sidecar_status import SidecarStatus
+from pannier.client.save_factory import SaveFactory
+from pannier.common import timeouts
+from pannier.common.deadline import Deadline
+from pannier.v1 import records_pb2, save_pb2
+from pannier.wire import object_names
+from pannier.wire.errors import PannierError
+from pannier.wire.failures import failures_text, rank_list, shorten
+from pannier.wire.records import parse_decision
+
+_log = logging.getLogger(__name__)
+
+_ENDED: Final = (
+    save_pb2.SAVE_STATE_COMMITTED,
+    save_pb2.SAVE_STATE_ABORTED,
+    save_pb2.SAVE_STATE_PREPARED,
+)
+_HOSTS: Final = 4
+"""Hosts spelled out in a text."""
+
+
+@dataclass
+class Unfinished:
+    """An attempt that is not decided, or whose decision isn't carried out yet."""
+
+    directory: StorageDir
+    attempt: str
+    status: save_pb2.SaveStatus | None = None
+    """From a sidecar of this host; None: none knows it."""
+    members: Mapping[int, str] = field(default_factory=dict)
+    """Ranks and their hosts, from the manifest; empty: not read yet, or it has none."""
+    durable: frozenset[int] = frozenset()
+    """Ranks whose receipt is in storage."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Identifies it."""
+        return self.directory.url, self.attempt or (self.status.id if self.status else "")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all receipts are in storage."""
+        return bool(self.members) and self.durable.issuperset(self.members)
+
+    @property
+    def lacks(self) -> str:
+        """What it waits for, with ranks and hosts."""
+        if self.is_complete:
+            return "the job's coordinator to commit it: all its receipts are in storage"
+        by_host: dict[str, list[int]] = {}
+        for rank, host in sorted(self.members.items()):
+            if rank not in self.durable:
+                by_host.setdefault(host, []).append(rank)
+        hosts = [f"host {host}: ranks {rank_list(ranks)}" for host, ranks in by_host.items()]
+        if self.status is not None and self.status.waiting_on.text:
+            return self.status.waiting_on.text
+        if not hosts:
+            return "the job's coordinator to plan it"
+        return f"the receipts of {shorten(hosts, _HOSTS, separator='; ')}"
+
+
+class IngestedSaves:
+    """Finishes them.
+
+    Args:
+        status: of this host's sidecars.
+        start_daemons: starts embedded ones, which upload what is left in the spool; None: a sidecar is
+            configured.
+    """
+
+    def __init__(self, status: SidecarStatus, start_daemons: Callable[[], object]) -> None:
+        self._status = status
+        self._start_daemons = start_daemons
+
+    def resume_here(self) -> None:
+        """Makes this host's spool be uploaded; every rank calls it. Logs why it can't be."""
+        try:
+            self._start_daemons()
+        except PannierError as error:
+            _log.warning(
+                "what this host's spool may hold of earlier saves isn't uploaded: %s", error
+            )
+
+    def finish_newest(
+        self, root: str | os.PathLike[str], options: Mapping[str, Any] | None, timeout_s: float
+    ) -> None:
+        """Waits until the newest attempt below a root that can be committed is; logs what can't be.
+
+        Args:
+            options: of the fsspec file system.
+            timeout_s: for all of them together.
+        """
+        directory = open_dir(root, options)
+        deadline = Deadline(timeout_s)
+        ended: set[tuple[str, str]] = set()
+        while (found := self._newest_unfinished(directory, ended)) is not None:
+            problem = self._await_end(found, deadline)
+            if not problem:
+                break
+            _log.warning("%s is no checkpoint yet, and not used: %s", found.directory.url, problem)
+            ended.add(found.key)
+
+    def finish_one(self, directory: StorageDir, timeout_s: float) -> str | None:
+        """Waits for the newest attempt at a checkpoint id that has no ``.metadata``.
+
+        Returns why it can't be committed; empty: it is; None: no sidecar of this host knows of one, and
+        none has all its receipts in storage.
+        """
+        candidates = self._candidates(directory.parent, [directory])
+        own = [each for each in candidates if each.directory.url == directory.url]
+        found = max(own, key=_order, default=None)
+        if found is None:
+            return None
+        self._look(found)
+        if found.status is None and not found.is_complete:
+            return None
+        return self._await_end(found, Deadline(timeout_s))
+
+    def _newest_unfinished(
+        self, root: StorageDir, ended: Collection[tuple[str, str]]
+    ) -> Unfinished | None:
+        standing = catalog.newest(root)
+        floor = standing.attempt if standing is not None else None
+        newer = [
+            each
+            for each in self._candidates(root, catalog.directories(root))
+            if each.key not in ended
+            and (not floor or not each.attempt or _parsed(each.attempt) > _parsed(floor))
+        ]
+        left = (each for each in sorted(newer, key=_order, reverse=True) if self._end(each) is None)
+        return next(left, None)
+
+    def _candidates(self, root: StorageDir, directories: Sequence[StorageDir]) -> list[Unfinished]:
+        """The attempts at these checkpoints, and what sidecars list below the root and isn't decided."""
+        found = {}
+        places = {directory.url: directory for directory in directories}
+        for directory, attempts in zip(directories, catalog.attempts_of(directories), strict=True):
+            for attempt in attempts:
+                each = Unfinished(directory, attempt.name)
+                found[each.key] = each
+        for save in self._status.saves(root.url):
+            if save.state not in _ENDED:
+                place = places.get(save.checkpoint_id)
+                place = place or root.child(save.checkpoint_id.rpartition("/")[2])
+                each = Unfinished(place, save.attempt, save)
+                found.setdefault(each.key, each).status = save
+        return list(found.values())
+
+    def _await_end(self, found: Unfinished, deadline: Deadline) -> str:
+        """Empty once it is committed; else why it can't be."""
+        began = seen = time.monotonic()
+        complete_since: float | None = None
+        what = f"{found.directory.url}, which an earlier start left ingested,"
+        with wait_log.logged(what, lambda: found.lacks):
+            while True:
+                before = found.durable
+                self._look(found)
+                end = self._end(found)
+                if end is not None:
+                    return end
+                now = time.monotonic()
+                if found.status is not None or found.durable != before:
+                    seen = now
+                waited = f"after {now - began:.0f} s still waiting for {found.lacks}"
+                if deadline.passed:
+                    return waited
+                if now - seen > timeouts.INGESTED_SIGN_S:
+                    return f"{waited}; no sidecar of this host knows the save any more"
+                if not found.is_complete:
+                    complete_since = None
+                elif complete_since is None:
+                    complete_since = now
+                elif now - complete_since > timeouts.INGESTED_COMMIT_S:
+                    _commit(found, deadline)
+                    complete_since = None
+                time.sleep(min(timeouts.INGESTED_POLL_S, deadline.remaining()))
+
+    def _look(self, found: Unfinished) -> None:
+        """Updates what is known of it. Raises StorageError."""
+        listed = [
+            save
+            for save in self._status.saves(found.directory.parent.url)
+            if save.checkpoint_id == found.directory.url
+            and (save.attempt == found.attempt or (found.status and save.id == found.status.id))
+        ]
+        found.status = listed[0] if listed else None
+        if found.status is not None and found.status.attempt:
+            found.attempt = found.status.attempt
+        if not found.attempt:
+            return
+        if not found.members:
+            found.members = _read_members(found.directory, found.attempt)
+        try:
+            place = found.directory.child(object_names.receipts_prefix(found.attempt).rstrip("/"))
+            names = {entry.name for entry in place.list()}
+        except MissingError:
+            names = set()
+        found.durable = frozenset(rank for rank in found.members if str(rank) in names)
+
+    def _end(self, found: Unfinished) -> str | None:
+        """None: it hasn't ended; empty: it is committed; else why it was aborted."""
+        if found.attempt:
+            key = object_names.decision(found.attempt)
+            content = found.directory.find(key)
+            if content is not None:
+                where = f"{found.directory.url}/{key}"
+                decision = parse_decision(content, found.attempt, where)
+                if decision.outcome != records_pb2.OUTCOME_COMMIT:
+                    return (
+                        f"it was aborted: {failures_text(decision.failures) or 'no cause is known'}"
+                    )
+                standing = catalog.committed_attempt(found.directory)
+                return "" if standing and standing >= _parsed(found.attempt) else None
+        if found.status is None or found.status.state not in _ENDED:
+            return None
+        if found.status.state == save_pb2.SAVE_STATE_COMMITTED:
+            return ""
+        return f"it was aborted: {failures_text(found.status.failures) or 'no cause is known'}"
+
+
+def ingested_of(
+    factory: Callable[[], SaveFactory], settings: Callable[[], Settings], *, no_dist: bool
+) -> IngestedSaves:
+    """For a client's factory of saves, which is made only where embedded daemons are to be started."""
+
+    def start() -> None:
+        if settings().embedded:
+            factory().membership(no_dist).sidecar()
+
+    return IngestedSaves(SidecarStatus(settings), start)
+
+
+default_ingested = functools.partial(
+    ingested_of, save_factory.default_factory, save_factory.default_settings
+)
+"""For the process's default factory."""
+
+
+def _commit(found: Unfinished, deadline: Deadline) -> None:
+    """Commits it from storage alone, as its coordinator would."""
+    command = [sys.executable, "-m", "pannier.cli", "recover", found.directory.url]
+    _log.info("all receipts of %s are in storage: %s", found.directory.url, " ".join(command[1:]))
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=max(1.0, deadline.remaining()),
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _log.warning("%s can't be committed from storage: %s", found.directory.url, error)
+        return
+    if ended.returncode:
+        _log.warning("pannier recover %s: %s", found.directory.url, ended.stderr.strip()[-500:])
+
+
+def _read_members(directory: StorageDir, attempt: str) -> dict[int, str]:
+    """Ranks and hosts of an attempt; empty: it has no manifest yet, or it can't be read."""
+    content = directory.find(object_names.manifest(attempt))
+    if content is None:
+        return {}
+    try:
+        manifest = records_pb2.PlanManifest.FromString(content)
+    except DecodeError as error:
+        _log.warning("the manifest of %s at %s is damaged: %s", attempt, directory.url, error)
+        return {}
+    return {member.rank: member.host for member in manifest.members}
+
+
+def _parsed(attempt: str) -> object_names.Attempt:
+    return object_names.Attempt.parse(attempt)
+
+
+def _order(found: Unfinished) -> tuple[bool, object_names.Attempt, float]:
+    """Sort key, newest last: what has no attempt yet is newer than what has one."""
+    began = found.status.created_at if found.status is not None else 0.0
+    name = found.attempt
+    return not name, _parsed(name) if name else object_names.Attempt(0, 0, "", ""), began

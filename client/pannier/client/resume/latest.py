@@ -1,0 +1,143 @@
+"""``client.latest``: the newest checkpoint below a root, one answer for all ranks.
+
+In: a root. Out: a checkpoint id that the group's first rank has found, after it has waited, if asked to, for
+saves that an earlier start left ingested. The others get its answer through the group's store. No
+collective. Blocking.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from pannier.client import torch_compat
+from pannier.client.config import check_timeout
+from pannier.client.loading import catalog, highest_incarnation
+from pannier.client.loading.filesystem import open_dir
+from pannier.client.messages import wait_log
+from pannier.client.messages.call_errors import at_call
+from pannier.client.process_group import is_alone
+from pannier.client.ranks.rank_hosts import default_hosts
+from pannier.client.ranks.store_barrier import await_key
+from pannier.client.resume.ingested_saves import IngestedSaves
+from pannier.common import timeouts
+from pannier.common.locations import absolute
+from pannier.wire.errors import DeadlineError, InvalidRequestError, PannierError, StorageError
+
+_PREFIX: Final = "pannier-latest"
+
+
+@at_call
+def latest(
+    root: str | os.PathLike[str],
+    *,
+    process_group: Any = None,
+    no_dist: bool = False,
+    include: str = "committed",
+    timeout: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    before: Callable[[], None] = lambda: None,
+    ingested: IngestedSaves | None = None,
+) -> str | None:
+    """See :func:`pannier.client.latest`.
+
+    Args:
+        ingested: finishes saves that aren't committed yet.
+        before: called first; what it raises on the first rank is raised on all ranks.
+    """
+    if include not in ("committed", "ingested"):
+        raise InvalidRequestError(f"include={include!r}: give 'committed' or 'ingested'")
+    wanted = ingested if include == "ingested" else None
+    default_s = timeouts.LATEST_S if wanted is None else timeouts.INGESTED_S
+    timeout_s = default_s if timeout is None else check_timeout(timeout)
+
+    def look() -> str | None:
+        before()
+        if wanted is not None:
+            wanted.resume_here()
+        # Before the listing: so that an incarnation that starts to save after it has a higher number.
+        highest_incarnation.look(root, storage_options)
+        if wanted is not None:
+            wanted.finish_newest(root, storage_options, timeout_s)
+        with catalog.logged_list(root):
+            found = catalog.newest(open_dir(root, storage_options))
+        return found.checkpoint_id if found is not None else None
+
+    if is_alone(no_dist):
+        return look()
+
+    def prepare() -> None:
+        before()
+        if wanted is not None:
+            wanted.resume_here()
+
+    if wanted is not None:
+        # The first rank has its answer then.
+        timeout_s += timeouts.LATEST_S
+    return _shared(absolute(root), look, process_group, timeout_s, prepare)
+
+
+def _shared(
+    root: str,
+    look: Callable[[], str | None],
+    process_group: Any,
+    timeout: float,
+    before: Callable[[], None],
+) -> str | None:
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidRequestError(
+            f"rank {dist.get_rank()} is not in this process group: only its ranks may call latest() "
+            "with it"
+        )
+    store = PrefixStore(_PREFIX, torch_compat.group_store(process_group))
+    rank = dist.get_rank(process_group)
+    hosts = default_hosts()
+    # Counted in the store, which may outlive this process group.
+    key = str(store.add(f"calls/{rank}", 1))
+    if rank == 0:
+        return _look_for_all(store, key, root, look)
+    # After the call was counted: so the next call is in step also if this one raises.
+    before()
+    first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
+    first_text = hosts.text([first])
+    problem: RuntimeError | None = None
+    content: bytes | None = None
+    try:
+        with wait_log.logged(
+            f"latest below {root}", lambda: f"{first_text} to list what is in storage"
+        ):
+            content = await_key(store, key, timeout)
+    except RuntimeError as error:  # torch's DistStoreError
+        problem = error
+    if content is None:
+        raise DeadlineError(
+            f"waiting for {first_text}: after {timeout:g} s it has not reported the newest checkpoint "
+            f"below {root}; does it call latest() as often as rank {dist.get_rank()}?"
+            + (f" ({problem})" if problem else "")
+        ) from problem
+    answer = json.loads(content)
+    if answer["root"] != root:
+        raise InvalidRequestError(
+            f"rank {dist.get_rank()} called latest() for {root}, but the first rank of its group for "
+            f"{answer['root']}"
+        )
+    if "error" in answer:
+        raise StorageError(answer["error"])
+    highest_incarnation.remember(root, answer["incarnation"])
+    latest_id: str | None = answer["latest"]
+    return latest_id
+
+
+def _look_for_all(store: Store, key: str, root: str, look: Callable[[], str | None]) -> str | None:
+    """Runs ``look``, and leaves its result or its error in the store for the other ranks."""
+    try:
+        found = look()
+    except PannierError as error:
+        store.set(key, json.dumps({"root": root, "error": str(error)}))
+        raise
+    answer = {"root": root, "latest": found, "incarnation": highest_incarnation.recall(root)}
+    store.set(key, json.dumps(answer))
+    return found
