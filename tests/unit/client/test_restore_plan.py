@@ -3,12 +3,14 @@
 import pickle
 from array import array
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pannier.client.restore.restore_plan import (
+    Credentials,
     Host,
     RankNeeds,
     RankPlan,
@@ -129,6 +131,22 @@ def test_a_rank_without_a_sidecar_asks_holders_and_owners_itself() -> None:
     assert [source.readers for _, source in owner.files["f"].sources()] == [2, 2]
 
 
+def test_a_host_without_a_sidecar_reads_by_the_certificate_that_another_one_knows() -> None:
+    known = Credentials(b"cert", b"key", b"ca")
+    needs = [
+        RankNeeds(0, host(0), frozenset({"f"}), credentials=known),
+        RankNeeds(1, None, spans=whole(f=8 * MIB)),
+    ]
+    assert shared_candidates(needs) == {"f"}
+    nothing, plan = plan_restore(needs, {"f": record("f", 8 * MIB)})
+    assert nothing is None
+    assert plan is not None
+    assert (blocks(plan, "f"), plan.credentials) == ([0], known)
+    # No text that is logged has the key.
+    assert "key" not in repr(plan.credentials)
+    assert not shared_candidates([replace(needs[0], credentials=None), needs[1]])
+
+
 def test_spans_are_merged_across_small_gaps() -> None:
     spans = [Span(10, 20), Span(0, 5), Span(24, 30), Span(15, 18), Span(40, 40), Span(100, 110)]
     assert merge(spans, gap=4).tolist() == [0, 5, 10, 30, 100, 110]
@@ -193,7 +211,7 @@ def test_each_needed_byte_has_one_way_to_its_rank_and_each_block_one_owner(
             for block in range(-(-records[name].size // BLOCK_BYTES))
             if bytes_of(spans, block)
         }
-        if each.takes_part:
+        if each.fetching_host or each.asks_peers:
             wanted.update(needed)
         taken = set()
         for name, file in (plan.files if plan else {}).items():

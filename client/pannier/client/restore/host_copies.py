@@ -11,18 +11,20 @@ import os
 import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher
+from pannier.client.embedded.daemon_spec import tls_files
 from pannier.client.embedded.network import boot_id
 from pannier.client.restore.block_table import BlockTable, LoadName
 from pannier.client.restore.fetched_blocks import FetchedBlocks
 from pannier.client.restore.local_file import LocalFile
 from pannier.client.restore.peer_blocks import PeerBlocks
-from pannier.client.restore.restore_plan import Host
+from pannier.client.restore.restore_plan import Credentials, Host, RankPlan
 from pannier.client.restore.shared_blocks import BlockReader
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.client.transport.shared_memory import (
@@ -61,6 +63,8 @@ class HostSurvey:
     """Its address."""
     reads_peers: bool = False
     """Whether this rank has what it takes to read from other hosts itself."""
+    credentials: Credentials | None = None
+    """Those of the embedded daemons of a job on several hosts."""
 
 
 class HostCopies:
@@ -121,13 +125,16 @@ class HostCopies:
             if best is None or rank > best:
                 best = rank
                 survey.host, survey.held, survey.sidecar = answer.host, frozenset(held), address
+                if settings.embedded and answer.host.requires_tls:
+                    survey.credentials = _credentials_beside(address)
         return survey
 
-    def open_blocks(self, survey: HostSurvey, table: BlockTable, load: LoadName) -> BlockReader:
+    def open_blocks(self, survey: HostSurvey, plan: RankPlan, load: LoadName) -> BlockReader:
         """What takes the blocks of a plan through sidecars. Raises PannierError."""
-        settings = self._settings()
-        if table.own is None:
-            return PeerBlocks(table, load, socket.gethostname(), settings.tls())
+        settings, table = self._settings(), BlockTable(plan)
+        if plan.own is None:
+            tls = settings.tls() or plan.credentials
+            return PeerBlocks(table, load, socket.gethostname(), tls)
         return FetchedBlocks(_channel(settings, survey.sidecar), table, load)
 
     def _has_tls(self) -> bool:
@@ -145,6 +152,15 @@ class HostCopies:
             return
         for address in places:
             yield settings, address
+
+
+def _credentials_beside(address: str) -> Credentials | None:
+    """Of the embedded daemons with this socket; None: they have none of their own."""
+    directory = Path(address.removeprefix("unix://")).parent
+    try:
+        return Credentials(*(path.read_bytes() for path in tls_files(directory)))
+    except OSError:
+        return None
 
 
 def _log_unasked(address: str, error: Exception) -> None:

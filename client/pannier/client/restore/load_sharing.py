@@ -21,7 +21,7 @@ from pannier.client.loading.checksum_verifier import Receipts
 from pannier.client.loading.filesystem import StorageDir
 from pannier.client.loading.item_loader import locate
 from pannier.client.loading.range_reader import GAP_BYTES, Range, in_parallel
-from pannier.client.restore.block_table import BlockTable, LoadName
+from pannier.client.restore.block_table import LoadName
 from pannier.client.restore.host_copies import HostCopies, HostSurvey
 from pannier.client.restore.local_file import LocalFile
 from pannier.client.restore.restore_plan import (
@@ -61,20 +61,15 @@ class LoadSharing:
         """Those files of an attempt that are in this host's spool, for a load of one rank."""
         return self._copies.locate(attempt, names)
 
-    def survey(
-        self, load: LoadName, metadata: Metadata, items: Sequence[ReadItem]
-    ) -> RankNeeds | None:
-        """What this rank needs of files that aren't in its own spool, and what others may read here.
-
-        None: neither does this host take part, nor has it anything.
-        """
+    def survey(self, load: LoadName, metadata: Metadata, items: Sequence[ReadItem]) -> RankNeeds:
+        """What this rank needs of files that aren't in its own spool, and what others may read here."""
         self._load = load
         spans = _needed(metadata, items, load.checkpoint_id)
         others = {
             str(getattr(each, "relative_path", "")) for each in metadata.storage_data.values()
         }
         survey = self._survey = self._copies.survey(load, sorted(spans), others - spans.keys())
-        needs = RankNeeds(
+        return RankNeeds(
             load.rank,
             survey.host,
             survey.held,
@@ -84,8 +79,8 @@ class LoadSharing:
                 if name not in survey.files
             },
             asks_peers=survey.reads_peers,
+            credentials=survey.credentials,
         )
-        return needs if needs.takes_part or needs.holds else None
 
     @property
     def host(self) -> str:
@@ -108,7 +103,7 @@ class LoadSharing:
     def open_blocks(self, plan: RankPlan) -> BlockReader | None:
         """What takes the blocks of this rank's plan through sidecars; None: nothing can."""
         try:
-            return self._copies.open_blocks(self._survey, BlockTable(plan), self._load)
+            return self._copies.open_blocks(self._survey, plan, self._load)
         except PannierError as error:
             _log.warning("%s is read from storage: %s", self._load.checkpoint_id, error)
             return None

@@ -17,13 +17,19 @@ import grpc
 import numpy as np
 
 from pannier.client.restore.block_table import BlockTable, LoadName, SharedBlock
-from pannier.client.restore.restore_plan import Host
+from pannier.client.restore.restore_plan import Credentials, Host
 from pannier.client.restore.shared_blocks import FetchedBlock
 from pannier.common import timeouts
 from pannier.v1 import restore_pb2, restore_pb2_grpc
 from pannier.wire.addresses import channel_options, keepalive_options
-from pannier.wire.errors import IntegrityError, PannierError, UnavailableError, from_rpc_error
-from pannier.wire.tls import Tls, open_channel
+from pannier.wire.errors import (
+    ConfigurationError,
+    IntegrityError,
+    PannierError,
+    UnavailableError,
+    from_rpc_error,
+)
+from pannier.wire.tls import Tls
 from pannier.wire.version import WIRE_VERSION
 
 _log = logging.getLogger(__name__)
@@ -39,10 +45,12 @@ class PeerBlocks:
         table: the blocks.
         load: whose they are.
         host: name of this one.
-        tls: for the connections; None: plaintext.
+        tls: for the connections to hosts that require it; None: these are not asked.
     """
 
-    def __init__(self, table: BlockTable, load: LoadName, host: str, tls: Tls | None) -> None:
+    def __init__(
+        self, table: BlockTable, load: LoadName, host: str, tls: Tls | Credentials | None
+    ) -> None:
         self._table = table
         self._load = load
         self._host = host
@@ -162,9 +170,19 @@ class PeerBlocks:
                 options: list[tuple[str, Any]] = [*channel_options(), *keepalive_options()]
                 if host.certified_name:
                     options.append(("grpc.ssl_target_name_override", host.certified_name))
-                tls = self._tls if host.requires_tls else None
-                channel = self._channels[number] = open_channel(host.address, options, tls)
+                channel = self._channels[number] = self._open(host, options)
             return channel
+
+    def _open(self, host: Host, options: list[tuple[str, Any]]) -> grpc.Channel:
+        if not host.requires_tls:
+            return grpc.insecure_channel(host.address, options=options)
+        if isinstance(self._tls, Tls):
+            credentials = self._tls.channel_credentials()
+        elif self._tls is not None:
+            credentials = grpc.ssl_channel_credentials(self._tls.ca, self._tls.key, self._tls.cert)
+        else:
+            raise ConfigurationError(f"{host.name} requires TLS, and PANNIER_TLS_CERT is not set")
+        return grpc.secure_channel(host.address, credentials, options=options)
 
 
 class _ReadBlock:

@@ -41,6 +41,15 @@ class Host(NamedTuple):
     """Name in its certificate; "": the host of its address."""
 
 
+@dataclass(frozen=True)
+class Credentials:
+    """The TLS files of daemons that one start of a job made for itself; PEM."""
+
+    cert: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+    ca: bytes = field(repr=False)
+
+
 class Span(NamedTuple):
     """Bytes of a file."""
 
@@ -62,20 +71,13 @@ class RankNeeds:
     sorted and disjoint."""
     asks_peers: bool = False
     """Whether it can read from other hosts' sidecars itself, where its own doesn't fetch."""
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether it can have blocks through sidecars."""
-        return self._fetches or self.asks_peers
-
-    @property
-    def _fetches(self) -> bool:
-        return self.host is not None and self.host.fetches
+    credentials: Credentials | None = None
+    """By which ranks on hosts without a sidecar may read from others; None: it knows none."""
 
     @property
     def fetching_host(self) -> Host | None:
-        """The host that fetches blocks for it; None: it asks peers itself."""
-        return self.host if self._fetches else None
+        """The host that fetches blocks for it; None: it asks peers itself, if it can."""
+        return self.host if self.host is not None and self.host.fetches else None
 
 
 class BlockSource(NamedTuple):
@@ -131,6 +133,8 @@ class RankPlan:
     """Index of the rank's host; None: it asks peers itself."""
     files: Mapping[str, SharedFile]
     """By name."""
+    credentials: Credentials | None = None
+    """For a rank that asks peers and has none of its own."""
 
 
 def merge(spans: Iterable[Span], gap: int = 0) -> "array[int]":
@@ -153,7 +157,8 @@ def merge(spans: Iterable[Span], gap: int = 0) -> "array[int]":
 def shared_candidates(needs: Sequence[RankNeeds]) -> set[str]:
     """Files of which ranks may take blocks through sidecars: their receipts are needed."""
     held = {name for each in needs if each.host and each.host.address for name in each.holds}
-    wanted = Counter(name for each in needs if each.takes_part for name in each.spans)
+    known = _credentials(needs)
+    wanted = Counter(name for each in needs if _takes_part(each, known) for name in each.spans)
     return {name for name, ranks in wanted.items() if ranks > 1 or name in held}
 
 
@@ -171,6 +176,15 @@ def plan_restore(
     for name in sorted(records):
         planner.add(records[name])
     return planner.plans()
+
+
+def _credentials(needs: Sequence[RankNeeds]) -> Credentials | None:
+    return next((each.credentials for each in needs if each.credentials is not None), None)
+
+
+def _takes_part(needs: RankNeeds, known: Credentials | None) -> bool:
+    """Whether a rank can have blocks through sidecars."""
+    return needs.fetching_host is not None or needs.asks_peers or known is not None
 
 
 def block_count(size: int) -> int:
@@ -193,10 +207,11 @@ class _Planner:
                 for name in each.holds:
                     if number not in self._holders[name]:
                         self._holders[name].append(number)
+        self._credentials = _credentials(needs)
         self._users: defaultdict[str, list[int]] = defaultdict(list)
         """By file, positions in ``needs``."""
         for position, each in enumerate(needs):
-            if each.takes_part:
+            if _takes_part(each, self._credentials):
                 for name in each.spans:
                     self._users[name].append(position)
         self._owned = np.zeros(len(hosts), np.int64)
@@ -205,7 +220,9 @@ class _Planner:
 
     def plans(self) -> list[RankPlan | None]:
         return [
-            RankPlan(self._hosts, own, files) if files else None
+            RankPlan(self._hosts, own, files, None if own is not None else self._credentials)
+            if files
+            else None
             for own, files in zip(self._host_of, self._files, strict=True)
         ]
 

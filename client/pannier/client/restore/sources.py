@@ -60,10 +60,8 @@ class Sharing(Protocol):
     def locate(self, attempt: str, names: Sequence[str]) -> Mapping[str, LocalFile]:
         """Those files of an attempt that are in this host's spool, for a load of one rank."""
 
-    def survey(
-        self, load: LoadName, metadata: Metadata, items: Sequence[ReadItem]
-    ) -> RankNeeds | None:
-        """What the rank needs and has for others; None: it takes no part."""
+    def survey(self, load: LoadName, metadata: Metadata, items: Sequence[ReadItem]) -> RankNeeds:
+        """What the rank needs and has for others."""
 
     def plan(
         self, directory: Any, attempt: str, needs: Sequence[RankNeeds]
