@@ -32,6 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for module in (load_registry, load_state):
         monkeypatch.setattr(module, "observer_clock", clock)
+    monkeypatch.setattr(timeouts, "STATUS_CACHED_S", 0.0)
     return clock
 
 
@@ -211,3 +212,27 @@ def test_metrics_have_what_loads_did_by_source_and_outcome(clock: Clock) -> None
     assert value("pannier_load_hedges_total") == 0
     assert value("pannier_load_rejected_blocks_total") == 1
     assert (value("pannier_load_seconds_count"), value("pannier_load_seconds_sum")) == (1, 3.0)
+
+
+def test_lists_are_cached_and_an_ended_load_is_rendered_once(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "STATUS_CACHED_S", 3600.0)
+    rendered: list[str] = []
+    original = load_state.Load.status
+
+    def status(load: load_state.Load, *, ranks: bool = True) -> load_status_pb2.LoadStatus:
+        rendered.append(load.id)
+        return original(load, ranks=ranks)
+
+    monkeypatch.setattr(load_state.Load, "status", status)
+    loads, rank = LoadRegistry(), ReportingRank(0, "a", of=1)
+    loads.apply(rank(load="x", phase=READING))
+    for _ in range(3):
+        assert loads.list()[0].state == LOADING
+    assert len(rendered) == 1
+    # Its end is shown at once.
+    loads.apply(rank(phase=LOADED))
+    for _ in range(3):
+        assert loads.list()[0].state == DONE
+    assert len(rendered) == 2

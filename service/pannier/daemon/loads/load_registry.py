@@ -8,6 +8,7 @@ of ranks: a rank is in one load of a group at a time. On the event loop, but for
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import Counter
 from typing import Final
@@ -46,6 +47,8 @@ class LoadRegistry(Notifier):
         self._loads: dict[str, Load] = {}
         """By key, the newest last."""
         self._by_call: dict[str, Load] = {}
+        self._briefs: dict[str, tuple[float, load_status_pb2.LoadStatus]] = {}
+        """Statuses without ranks by key, each with its expiry on the monotonic clock."""
         self._keys = itertools.count(1)
         self.totals: Counter[str] = Counter()
         """Bytes by ``bytes SOURCE``, and events by their name in the report."""
@@ -127,6 +130,7 @@ class LoadRegistry(Notifier):
             self._by_call.pop(gone.call, None)
         if not load.ranks:
             del self._loads[load.key]
+            self._briefs.pop(load.key, None)
         self.notify(load.key)
 
     def _update(self, load: Load) -> None:
@@ -136,6 +140,8 @@ class LoadRegistry(Notifier):
             self.ended[load.state] += 1
             if self.seconds is not None and load.state == load_status_pb2.LOAD_STATE_LOADED:
                 self.seconds.observe(load.seconds)
+        if load.ended_at is not None:
+            self._briefs.pop(load.key, None)
         self.notify(load.key)
 
     def _forget(self) -> None:
@@ -148,6 +154,7 @@ class LoadRegistry(Notifier):
                 break
             kept -= 1
             del self._loads[load.key]
+            self._briefs.pop(load.key, None)
             for rank in load.ranks.values():
                 self._by_call.pop(rank.call, None)
 
@@ -199,8 +206,19 @@ class LoadRegistry(Notifier):
 
     def list(self, *, job: str = "", limit: int = 0) -> "list[load_status_pb2.LoadStatus]":
         """Newest first, without ranks; see ListSavesResponse."""
+        self._forget()
         found = [load for load in reversed(self._loads.values()) if job in ("", load.job)]
-        return [load.status(ranks=False) for load in found[: limit or _DEFAULT_LIMIT]]
+        return [self._brief(load) for load in found[: limit or _DEFAULT_LIMIT]]
+
+    def _brief(self, load: Load) -> load_status_pb2.LoadStatus:
+        """The status without ranks, which is made of all of them: cached for a moment, at its end for good."""
+        now = time.monotonic()
+        until, status = self._briefs.get(load.key, (0.0, None))
+        if status is None or now >= until:
+            status = load.status(ranks=False)
+            kept_s = math.inf if load.ended else timeouts.STATUS_CACHED_S
+            self._briefs[load.key] = (now + kept_s, status)
+        return status
 
 
 def _names(load: Load) -> tuple[str, ...]:
