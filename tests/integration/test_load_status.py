@@ -48,6 +48,8 @@ def trainer() -> None:
 
     client.save(state(1.0), checkpoint_id=place)
     for number in range(2):
+        while number and dist.get_rank() and not (gates / "call").exists():
+            time.sleep(0.01)
         loaded = state(0.0)
         client.load(loaded, checkpoint_id=place, planner=Gate())
         assert loaded["1"].sum() == 1000
@@ -65,8 +67,8 @@ class Scene:
         self.gates.mkdir()
         self.all = (daemons.coordinator.address, *(each.address for each in daemons.sidecars))
 
-    def open(self, number: int) -> None:
-        (self.gates / str(number)).touch()
+    def open(self, gate: int | str) -> None:
+        (self.gates / str(gate)).touch()
 
     def await_load(
         self,
@@ -136,6 +138,17 @@ def test_a_load_is_followed_by_rank_until_it_has_loaded_or_a_rank_died(scene: Sc
             }
             assert ended.bytes_read > 0
             assert not ended.waiting_on.text
+
+        # A rank that doesn't call load is named, by its host, before any deadline.
+        for address in (coordinator, first):
+            entered = scene.await_load(
+                address,
+                lambda load: load.id != running.id and "host" in load.waiting_on.text,
+            )
+            assert entered.waiting_on.text.startswith("rank 1 (host ")
+            assert entered.waiting_on.text.endswith(" to call load")
+            assert entered.state == LOADING
+        scene.open("call")
 
         # A stopped rank is named, a killed one fails the load.
         scene.await_load(coordinator, lambda load: load.id != running.id and reads(load))
