@@ -22,7 +22,7 @@ from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.version import WIRE_VERSION
 from support.actors.block_reader import BlockReader, Checkpoint, data_file, whole_blocks
 from support.network.certificates import Authority, Files
-from support.processes.daemons import Daemons, await_serving
+from support.processes.daemons import Daemon, Daemons, await_serving
 from support.processes.ranks import free_port
 from support.processes.stretch import BOUND_S, stretched
 from support.storage.bucket import data_reads, listed
@@ -338,22 +338,33 @@ def small(tmp_path_factory: pytest.TempPathFactory, server: GcsServer) -> Iterat
         yield made
 
 
-def test_room_for_one_block_serves_many_ranks_also_after_one_was_killed(
+def test_room_for_one_block_serves_many_ranks_also_after_one_has_died(
     small: Hosts, server: GcsServer
 ) -> None:
-    data = whole_blocks(4)
+    data = whole_blocks(12)
     checkpoint = stored(server, data)
+    sidecar = small.daemons.sidecar
     with ThreadPoolExecutor(4) as pool, ExitStack() as stack:
         with small.reader(0, checkpoint, rank=9) as killed:
             killed.request(0)
             killed.content(killed.next())
+            before = most_memory(sidecar)
             # Its stream ends with a block that it never released.
         readers = [stack.enter_context(small.reader(0, checkpoint, rank=rank)) for rank in range(4)]
-        for content in pool.map(lambda reader: reader.read(4, readers=4), readers):
+        for content in pool.map(lambda reader: reader.read(12, readers=4), readers):
             assert content == data
         for reader in readers:
             assert reader.memory is not None
             assert reader.memory.size() == BLOCK_BYTES
+    # Less than the file: a block, those under way, and their copies on the way.
+    assert most_memory(sidecar) - before < 64 << 20
+
+
+def most_memory(daemon: Daemon) -> int:
+    """The most bytes of memory that it had so far."""
+    lines = Path(f"/proc/{daemon.pid}/status").read_text().splitlines()
+    (kib,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))
+    return int(kib) << 10
 
 
 # The last one: that sidecar stays dead.

@@ -147,6 +147,15 @@ ROWS = {
     "the sidecar is stopped during a load": [
         "faults/test_local_copies.py::test_a_load_whose_sidecar_does_not_answer_reads_the_bucket",
     ],
+    "a peer or owner dies, stalls or sends wrong bytes during a load": [
+        "faults/test_blocks_from_peers.py::test_a_dead_owner_costs_one_failed_request",
+        "faults/test_blocks_from_peers.py::test_a_stopped_owner_delays_a_block_and_is_not_asked_again_for_a_while",
+        "faults/test_blocks_from_peers.py::test_a_block_in_a_peers_spool_comes_from_there_unless_it_is_wrong",
+    ],
+    "storage asks for less load, or hangs, during a load": [
+        "faults/test_blocks_from_peers.py::test_storage_that_asks_for_less_load_delays_a_block_and_is_asked_by_no_other_host",
+        "faults/test_blocks_from_peers.py::test_a_read_of_storage_that_hangs_is_made_a_second_time",
+    ],
     "a process changes a spool file before a load": [
         "faults/test_local_copies.py::test_a_copy_that_another_process_changed_is_read_from_the_bucket",
     ],

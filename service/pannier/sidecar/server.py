@@ -130,7 +130,9 @@ class Sidecar:
         if self.config.idle_exit_s is None:
             return False
         saves_s = self.saves.idle_s(self._coordinator.detached_s)
-        idle_s = min(saves_s, self._connections.idle_s() or 0.0, self._loads.idle_s())
+        idle_s = min(
+            saves_s, self._connections.idle_s() or 0.0, self._loads.idle_s(), self.blocks.idle_s()
+        )
         if idle_s < self.config.idle_exit_s:
             return False
         _log.info("idle for %.0f s: exiting", idle_s)

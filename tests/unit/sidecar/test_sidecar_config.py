@@ -15,6 +15,13 @@ from pannier.wire import errors
         ({"coordinator": "host:99999"}, "--coordinator"),
         ({"listen": "unix://relative"}, "--listen"),
         ({"memory": 1000}, "--memory 1000 is too little"),
+        ({"restore_budget": (8 << 20) - 1}, r"--restore-budget 8388607 .* at least 8 MiB"),
+        ({"peers": "node-1"}, "--peers='node-1' is neither"),
+        ({"peers": "unix:///run/peers.sock"}, r"--peers=unix:.* is not host:port"),
+        ({"peers": "0.0.0.0:7073"}, r"--peers=0\.0\.0\.0:7073 is no address that"),
+        ({"peers": "[::]:7073"}, r"--peers=\[::\]:7073 is no address that"),
+        ({"peers": "10.0.0.7:7073"}, r"--peers=10\.0\.0\.7:7073 can be reached .*--tls-cert"),
+        ({"peers": "127.0.0.1:7073", "jobs": Path("/jobs")}, "--peers doesn't go with --jobs"),
         ({"spool_budget": 0}, "--spool-budget"),
         ({"grace_s": 0.0}, "--grace"),
         ({"idle_exit_s": -1.0}, "--idle-exit"),
@@ -25,3 +32,17 @@ def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> 
     fields: dict[str, object] = {"coordinator": "host:1", "spool": Path("/spool"), **settings}
     with pytest.raises(errors.ConfigurationError, match=message):
         SidecarConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("127.0.0.1:7073", "127.0.0.1:7073"),
+        # As Kubernetes puts a pod's address between brackets.
+        ("[127.0.0.1]:7073", "127.0.0.1:7073"),
+        ("[::1]:7073", "[::1]:7073"),
+    ],
+)
+def test_peers_may_have_an_address_of_either_kind_in_brackets(given: str, used: str) -> None:
+    config = SidecarConfig(coordinator="host:1", spool=Path("/spool"), peers=given)
+    assert config.peers == used

@@ -126,6 +126,8 @@ class HostBlocks:
         """Loads of this host's ranks, and when they were last announced."""
         self._offers: dict[bytes, float] = {}
         """Tokens for the memory, and since when."""
+        self._used_at = 0.0
+        """When a rank or a peer last read something here; monotonic."""
         self.sent = 0
         """Bytes of the blocks that peers have received."""
 
@@ -146,10 +148,15 @@ class HostBlocks:
             may_fetch=may_fetch,
         )
 
+    def idle_s(self) -> float:
+        """Seconds since a load has last read something here."""
+        return 0.0 if self.cache.readers else time.monotonic() - self._used_at
+
     # Loads.
 
     def announce(self, load: str) -> None:
         """A rank of this host takes part in a load, so that peers may read its blocks here."""
+        self._used_at = time.monotonic()
         if not load:
             return
         # The newest last.
@@ -174,6 +181,7 @@ class HostBlocks:
 
     def check_peer(self, request: restore_pb2.ReadBlockRequest) -> None:
         """Raises ConfigurationError unless a peer may read that block here, InvalidRequestError."""
+        self._used_at = time.monotonic()
         peer = request.host or "a peer"
         if request.wire_version != WIRE_VERSION:
             raise ConfigurationError(
@@ -251,7 +259,7 @@ class HostBlocks:
         now = time.monotonic()
         for load, since in list(self._known.items()):
             if self.cache.is_read(load):
-                self._known[load] = now
+                self._known[load] = self._used_at = now
             elif now - since > timeouts.LOAD_KNOWN_S:
                 del self._known[load]
         for token, since in list(self._offers.items()):
