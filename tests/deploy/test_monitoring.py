@@ -320,7 +320,9 @@ def test_with_the_component_all_daemons_are_scraped(
     for where, template, daemon in daemons(objects):
         assert wanted.items() <= template["metadata"]["labels"].items(), where
         ports = {each["name"]: each["containerPort"] for each in daemon["ports"]}
-        variables = environment(daemon, objects, {"spec.nodeName": "node-0"})
+        variables = environment(
+            daemon, objects, {"spec.nodeName": "node-0", "status.podIP": "10.0.0.1"}
+        )
         assert variables["PANNIER_METRICS"].rpartition(":")[2] == str(ports[endpoint["port"]]), (
             where
         )
