@@ -4,8 +4,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
+from support.actors.block_reader import BlockReader, Checkpoint
 from support.actors.nodes import JobFiles
 from support.actors.scripted_sidecar import wait_until
 from support.network.status_pages import Scrape, get
@@ -86,6 +88,32 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
                 assert token not in made.log()
 
 
+def fetch_blocks(scene: Scene) -> None:
+    """Ranks that load share what their sidecar reads, below the roots of their job."""
+    place = "gs://bucket/one/step-1"
+    names = [name.rpartition("/")[2] for name in listed(scene.server, "one/step-1")]
+    name = next(each for each in names if each.endswith(".distcp"))
+    attempt = name[2:].rpartition("_")[0].rpartition("_")[0]
+    one, two = (scene.files.tokens[job] for job in JOBS)
+    known = BlockReader(scene.socket("one"), Checkpoint(place, attempt, [], "load"), token=one)
+    located = known.locate([name])
+    assert located.restore_budget
+    assert not located.peer_address
+    loaded = Checkpoint(place, attempt, [located.files[0].file], "load")
+    with BlockReader(scene.socket("one"), loaded, token=one) as reader:
+        reader.request(0)
+        reader.content(reader.next())
+    for socket, token, why in (
+        (scene.socket("one"), two, "token"),
+        (scene.socket("two"), two, "is not below an allowed root"),
+    ):
+        with (
+            BlockReader(socket, loaded, token=token) as reader,
+            pytest.raises(grpc.RpcError, match=why),
+        ):
+            reader.next()
+
+
 def test_two_jobs_save_and_operators_see_both(scene: Scene) -> None:
     # What others see of these in /proc is their own, not the fork server's.
     scene.daemons.sidecar.forked = False
@@ -114,6 +142,7 @@ def test_two_jobs_save_and_operators_see_both(scene: Scene) -> None:
             assert samples["pannier_coordinator_connected", frozenset({("training_job", job)})] == 1
         page = get(scene.metrics, "/status.json").json()
         assert {save["save"]["job"] for save in page["saves"]} == set(JOBS)
+        fetch_blocks(scene)
         # What others on the host may see of a process.
         for pid in (scene.daemons.sidecar.pid, one.processes[0].pid):
             for name in ("cmdline", "environ"):

@@ -18,6 +18,7 @@ from pannier.client.transport.shared_memory import (
 )
 from pannier.v1 import records_pb2, restore_pb2, restore_pb2_grpc
 from pannier.wire.addresses import channel_options
+from pannier.wire.auth_token import digest, token_metadata
 from pannier.wire.chunk_codec import BLOCK_BYTES, Checksums
 from pannier.wire.version import WIRE_VERSION
 from support.processes.stretch import BOUND_S
@@ -50,7 +51,8 @@ class BlockReader:
 
     Args:
         address: of the rank's sidecar.
-        hosts: of the load, by name and peer address; the first ``own`` is the rank's.
+        hosts: of the load, by name and peer address; the rank's is number ``own``.
+        token: of the rank's job, where the sidecar requires one.
     """
 
     def __init__(
@@ -61,8 +63,11 @@ class BlockReader:
         rank: int = 0,
         hosts: Sequence[tuple[str, str]] = (),
         own: int = 0,
+        token: str = "",
     ) -> None:
         self.address = address
+        self._token = token
+        self._metadata = token_metadata(token) if token else ()
         self.checkpoint = checkpoint
         self._start = restore_pb2.FetchStart(
             load=checkpoint.load,
@@ -93,12 +98,14 @@ class BlockReader:
             load=self.checkpoint.load,
             checkpoint_id=self.checkpoint.id,
         )
-        response: restore_pb2.LocateResponse = self._stub.Locate(request, timeout=BOUND_S)
+        response: restore_pb2.LocateResponse = self._stub.Locate(
+            request, timeout=BOUND_S, metadata=self._metadata
+        )
         return response
 
     def __enter__(self) -> "BlockReader":
         self._sent.put(restore_pb2.FetchRequest(start=self._start))
-        self._call = self._stub.Fetch(iter(self._sent.get, None))
+        self._call = self._stub.Fetch(iter(self._sent.get, None), metadata=self._metadata)
         self._thread.start()
         return self
 
@@ -191,7 +198,8 @@ class BlockReader:
 
     def _map(self, memory: restore_pb2.FetchMemory) -> None:
         path = socket_beside(self.address, memory.descriptors)
-        with connect_descriptors(path) as connection:
+        first = digest(self._token) if memory.token_first else b""
+        with connect_descriptors(path, first) as connection:
             (fd,) = fetch_descriptors(connection, memory.token, 1)
         try:
             self.memory = mmap.mmap(fd, memory.size, mmap.MAP_SHARED, mmap.PROT_READ)

@@ -19,6 +19,7 @@ from pannier.sidecar.restore.block_fetcher import Attempt, checksum
 from pannier.storage import NotFoundError
 from pannier.v1 import restore_pb2, restore_pb2_grpc
 from pannier.wire.addresses import channel_options, is_loopback, keepalive_options, parse_address
+from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import (
     ConfigurationError,
     IntegrityError,
@@ -154,6 +155,7 @@ class PeerBlock:
     async def read(self, attempt: Attempt) -> Sequence[bytes]:
         """Raises PannierError naming the peer; NotFoundError: it hasn't the file in its spool."""
         pieces = []
+        size = 0
         crc = None
         call = self._peers.stub(self._peer).ReadBlock(self._request, timeout=timeouts.BLOCK_S)
         try:
@@ -161,6 +163,11 @@ class PeerBlock:
                 attempt.mark_seen()
                 if response.data:
                     pieces.append(response.data)
+                    size += len(response.data)
+                if size > BLOCK_BYTES:
+                    raise IntegrityError(
+                        f"{self._peer.host} sent more than a block of {self._request.file}"
+                    )
                 if response.HasField("crc32c"):
                     crc = response.crc32c
         except grpc.aio.AioRpcError as error:
