@@ -3,14 +3,18 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
+from pannier.client.config import load_settings
+from pannier.client.restore.load_progress import LoadProgress
+from pannier.client.restore.load_report import LoadReporter
 from support.actors.block_reader import BlockReader, Checkpoint
 from support.actors.nodes import JobFiles
 from support.actors.scripted_sidecar import wait_until
-from support.network.status_pages import Scrape, get
+from support.network.status_pages import Scrape, get, until
 from support.processes.cli import Result, pannier
 from support.processes.daemons import Daemons
 from support.processes.ranks import Ranks, free_port, start_ranks
@@ -112,6 +116,31 @@ def fetch_blocks(scene: Scene) -> None:
             pytest.raises(grpc.RpcError, match=why),
         ):
             reader.next()
+
+
+def test_operators_see_the_loads_of_all_jobs_and_a_job_its_own(scene: Scene) -> None:
+    for job in JOBS:
+        settings = load_settings(
+            sidecar=scene.socket(job), token_file=scene.token(job), job="another"
+        )
+        progress = LoadProgress(checkpoint_id=f"gs://bucket/{job}/step-1")
+        with LoadReporter(lambda settings=settings: settings).reporting(progress):
+            progress.end()
+    host = scene.daemons.sidecar_address
+
+    def loads() -> dict[str, Any]:
+        listed = pannier("status", "--address", host, "--json").json()["loads"]
+        return {load["job"]: load for load in listed}
+
+    shown = until(loads, lambda found: set(found) == set(JOBS))
+    own = scene.run("one", "status", "--json").json()["loads"]
+    assert [load["id"] for load in own] == [shown["one"]["id"]]
+    name = shown["two"]["id"]
+    assert pannier("watch", name, "--address", host).code == 0
+    answer = get(scene.metrics, f"/load.json?id={name}")
+    assert answer.json()["load"]["checkpoint_id"] == "gs://bucket/two/step-1"
+    unknown = scene.run("one", "status", name)
+    assert (unknown.code, name in unknown.err) == (1, True)
 
 
 def test_two_jobs_save_and_operators_see_both(scene: Scene) -> None:
