@@ -136,6 +136,8 @@ DESCRIPTORS_S: Final = 10.0 * SCALE
 LOCATE_S: Final = 5.0 * SCALE
 """For a sidecar to answer a load which files it has; afterwards the load reads from storage."""
 
+LOAD_REPORT_BEGIN_S: Final = 0.5 * SCALE
+"""Until a load is first reported: of a shorter one its end alone."""
 LOAD_REPORT_S: Final = 1.0 * SCALE
 """Between two reports of a running load."""
 LOAD_REPORT_AGAIN_S: Final = 1.0 * SCALE

@@ -113,6 +113,16 @@ def test_begin_and_end_are_reported_and_the_group_of_ranks_once(
     assert last.report.status.phase == load_progress.LOADED
 
 
+def test_of_a_short_load_the_end_alone_is_reported_after_it(
+    recording: Recording, settings: Settings
+) -> None:
+    progress = LoadProgress()
+    with LoadReporter(lambda: settings).reporting(progress):
+        progress.end()
+    [only] = until(lambda: recording.streams[0] if recording.streams else [], bool)
+    assert only.report.status.phase == load_progress.LOADED
+
+
 def test_a_sidecar_that_restarts_gets_the_end_in_another_stream(
     recording: Recording, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

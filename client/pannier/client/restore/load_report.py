@@ -1,10 +1,11 @@
 """Reports a running load to this host's sidecars, for operators.
 
-In: the load's progress. Out: a report at its begin, each second, and at its end, to each sidecar that
-runs; none is started. A sidecar that can't be reached, or doesn't know the call, changes nothing for
-the load. Two threads for each sidecar while it runs.
+In: the load's progress. Out: a report soon after its begin, each second, and at its end, to each sidecar
+that runs; none is started. Of a short load only the end is reported, after it. A sidecar that can't be
+reached, or doesn't know the call, changes nothing for the load. Two threads for each sidecar while it runs.
 """
 
+import atexit
 import hashlib
 import logging
 import threading
@@ -45,42 +46,72 @@ class LoadReporter:
     @contextmanager
     def reporting(self, progress: LoadProgress) -> Iterator[None]:
         """Reports this load as long as the context lasts; raises nothing of its own."""
-        ended = threading.Event()
-        thread = threading.Thread(
-            target=self._run, args=(progress, ended), name="pannier-load-report", daemon=True
-        )
-        aside(thread.start)
+        reports = _Reports(self._settings, progress)
+        reports.start()
         try:
             yield
         finally:
-            aside(lambda: _finish(thread, ended))
+            reports.finish()
 
-    def _run(self, progress: LoadProgress, ended: threading.Event) -> None:
+
+class _Reports:
+    """The reports of one load, to all sidecars of this host."""
+
+    def __init__(self, settings: Callable[[], Settings], progress: LoadProgress) -> None:
+        self._settings = settings
+        self._progress = progress
+        self._ended = threading.Event()
+        self._begun = False
+        self._thread = threading.Thread(target=self._run, name="pannier-load-report", daemon=True)
+
+    def start(self) -> None:
+        """Reports in the background from now on."""
+        aside(self._thread.start)
+
+    def finish(self) -> None:
+        """Has the end reported. A sidecar that has seen the load run gets a moment to take it.
+
+        Otherwise that is done after the load: a short one is no slower for it.
+        """
+        aside(self._end)
+
+    def _end(self) -> None:
+        # An interpreter that ends at once waits for the report, too.
+        atexit.register(self._join)
+        self._ended.set()
+        if self._begun:
+            self._join()
+
+    def _join(self) -> None:
+        self._thread.join(timeouts.LOAD_REPORT_END_S)
+
+    def _run(self) -> None:
         try:
-            settings = self._settings()
-            fields = {"job": settings.job or "", "group": _group(settings, progress)}
-            streams = [
-                _Stream(_channel(settings, address), progress, fields, ended)
-                for address in _sidecars(settings)
-            ]
-            further = [
-                threading.Thread(target=each.run, name="pannier-load-report", daemon=True)
-                for each in streams[1:]
-            ]
-            for thread in further:
-                thread.start()
-            if streams:
-                streams[0].run()
-            for thread in further:
-                thread.join()
+            self._begun = not self._ended.wait(timeouts.LOAD_REPORT_BEGIN_S)
+            self._report()
         except Exception:  # noqa: BLE001 - top of the thread: no load fails by its report
             _log.debug("this load is not reported", exc_info=True)
+        finally:
+            self._ended.wait()
+            atexit.unregister(self._join)
 
-
-def _finish(thread: threading.Thread, ended: threading.Event) -> None:
-    """Has the end reported; waits a moment for the sidecar to take it."""
-    ended.set()
-    thread.join(timeouts.LOAD_REPORT_END_S)
+    def _report(self) -> None:
+        settings = self._settings()
+        fields = {"job": settings.job or "", "group": _group(settings, self._progress)}
+        streams = [
+            _Stream(_channel(settings, address), self._progress, fields, self._ended)
+            for address in _sidecars(settings)
+        ]
+        further = [
+            threading.Thread(target=each.run, name="pannier-load-report", daemon=True)
+            for each in streams[1:]
+        ]
+        for thread in further:
+            thread.start()
+        if streams:
+            streams[0].run()
+        for thread in further:
+            thread.join()
 
 
 class _Stream:
