@@ -144,8 +144,17 @@ ROWS = {
     "the sidecar is killed before a load": [
         "faults/test_local_copies.py::test_a_sidecar_that_starts_again_still_has_the_copy",
     ],
-    "the sidecar is stopped during a load": [
+    "the sidecar is killed or stopped during a load": [
         "faults/test_local_copies.py::test_a_load_whose_sidecar_does_not_answer_reads_the_bucket",
+        "faults/test_shared_loads.py::test_a_sidecar_that_is_killed_or_stopped_in_the_middle_delays_the_load",
+        "unit/client/test_shared_blocks.py::test_a_sidecar_that_stalls_is_not_waited_for_until_it_answers_again",
+    ],
+    "all processes of a job on several hosts are started again": [
+        "faults/test_restores_on_several_hosts.py::test_only_what_no_host_holds_is_read_from_the_bucket",
+        "faults/test_shared_loads.py::test_what_another_hosts_spool_has_comes_from_there",
+    ],
+    "a host is replaced by an empty one": [
+        "faults/test_restores_on_several_hosts.py::test_only_what_no_host_holds_is_read_from_the_bucket",
     ],
     "a peer or owner dies, stalls or sends wrong bytes during a load": [
         "faults/test_blocks_from_peers.py::test_a_dead_owner_costs_one_failed_request",

@@ -102,7 +102,6 @@ class StorageReader(storage.StorageReader):
         self._metadata = Metadata({})
         self._load_id = str(uuid.uuid4())
         self._sharing: Sharing | None = None
-        self._together = False
         self._sources: Sources | None = None
         self._progress = LoadProgress()
 
@@ -160,7 +159,9 @@ class StorageReader(storage.StorageReader):
             sharing: None: all is read from storage.
             together: several ranks load, and share what they need.
         """
-        self._sharing, self._together = sharing, together
+        self._sharing = sharing
+        if sharing is not None:
+            sharing.together = together
 
     def use_progress(self, progress: LoadProgress) -> None:
         """Counts in ``progress`` what this load reads, until the next :meth:`reset`."""
@@ -379,7 +380,7 @@ class StorageReader(storage.StorageReader):
         """Whether ranks share what they read: not what each has at hand, nor what is to be verified in storage."""
         return (
             self._sharing is not None
-            and self._together
+            and self._sharing.together
             and not self._verify_now
             and self._generation is not None
             and not self._directory.is_local

@@ -53,6 +53,8 @@ class LoadSharing:
     """
 
     def __init__(self, settings: Callable[[], Settings]) -> None:
+        self.together = False
+        """Whether several ranks load."""
         self._copies = HostCopies(settings)
         self._survey = HostSurvey()
         self._load = LoadName("", "", "", 0)

@@ -49,6 +49,9 @@ class Storage(RangeSource, Protocol):
 class Sharing(Protocol):
     """How the ranks of a load share what they read: one rank's side; see :mod:`pannier.client.restore.load_sharing`."""
 
+    together: bool
+    """Whether several ranks load."""
+
     @property
     def host(self) -> str:
         """Name of this host; after :meth:`survey`, as its sidecar has it."""
