@@ -123,7 +123,11 @@ def test_a_start_after_all_trainers_were_killed_loses_no_ingested_step(
     check_whole(server, f"{root}/step-2")
 
 
-@pytest.mark.parametrize("coordinator", ["restarted", "dead"])
+@pytest.mark.parametrize(
+    # Without a coordinator it waits for that first, and `pannier recover` imports torch.
+    "coordinator",
+    ["restarted", pytest.param("dead", marks=pytest.mark.extended)],
+)
 def test_so_it_does_after_daemons_were_killed_too(
     daemons: Daemons, server: GcsServer, tmp_path: Path, coordinator: str
 ) -> None:
@@ -139,7 +143,7 @@ def test_so_it_does_after_daemons_were_killed_too(
         if coordinator == "restarted":
             daemons.coordinator.start()
         for rank in range(2):
-            ranks.wait_for("LOADED 2", rank=rank)
+            ranks.wait_for("LOADED 2", rank=rank, timeout=2 * BOUND_S)
         ranks.wait(BOUND_S).check()
 
 
@@ -177,5 +181,5 @@ def test_embedded_daemons_are_started_to_finish_what_killed_ones_left(
     server.clear()
     with start_again(where, root) as ranks:
         for rank in range(2):
-            ranks.wait_for("LOADED 2", rank=rank)
+            ranks.wait_for("LOADED 2", rank=rank, timeout=2 * BOUND_S)
         ranks.wait(BOUND_S).check()
