@@ -50,7 +50,7 @@ from pannier.sidecar.upload.concurrency import UploadSlots
 from pannier.sidecar.upload.uploader import Opener, Uploader
 from pannier.storage import open_store
 from pannier.storage.io_threads import reservation_threads
-from pannier.v1 import coordinator_pb2, diagnosis_pb2_grpc, restore_pb2_grpc, save_pb2, sidecar_pb2
+from pannier.v1 import diagnosis_pb2_grpc, restore_pb2_grpc, save_pb2, sidecar_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -261,9 +261,7 @@ class Sidecar:
             trainers=self.trainers,
             watches=watches,
             loads=self._loads,
-            copies=lambda: coordinator_pb2.HeldCopies(
-                copies=self.local_copies.statuses(), peer_address=config.peers or ""
-            ),
+            copies=lambda: self.local_copies.held(config.peers or ""),
             host=config.host,
             sidecar_id=uuid.uuid4().hex,
             job="" if self._job is None else self._job.name,

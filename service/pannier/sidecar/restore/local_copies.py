@@ -23,7 +23,7 @@ from pannier.sidecar.spool.journal_state import JournalState, Recorded
 from pannier.sidecar.spool.mapped_files import TOKEN_BYTES, MappedFiles, close_all, open_for_reading
 from pannier.sidecar.spool.spool import SpoolFile
 from pannier.storage.io_threads import reservation_threads, spool_threads
-from pannier.v1 import records_pb2, restore_pb2, save_pb2, status_pb2
+from pannier.v1 import coordinator_pb2, records_pb2, restore_pb2, save_pb2, status_pb2
 from pannier.wire.object_names import Attempt, is_unnamed
 
 _log = logging.getLogger(__name__)
@@ -147,6 +147,10 @@ class LocalCopies:
             )
             for copy in reversed(self._copies)
         ]
+
+    def held(self, peer_address: str) -> coordinator_pb2.HeldCopies:
+        """For the coordinator; ``peer_address`` is where other hosts read them."""
+        return coordinator_pb2.HeldCopies(copies=self.statuses(), peer_address=peer_address)
 
     async def add(
         self,
