@@ -2,15 +2,20 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from pannier.client.restore.block_table import BlockTable, LoadName, SharedBlock
+from pannier.client.restore.fetched_blocks import FetchedBlocks
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import ReadCounts, combine
-from pannier.client.restore.shared_blocks import SharedBlocks
+from pannier.client.restore.restore_plan import BlockSource, RankPlan
+from pannier.client.restore.shared_blocks import FetchedBlock, SharedBlocks
+from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
+from pannier.v1 import restore_pb2
 from pannier.wire.errors import IntegrityError, StorageError, UnavailableError
 from support.actors.scripted_sidecar import wait_until
 from support.processes.stretch import BOUND_S
@@ -192,3 +197,20 @@ def test_the_result_names_hosts_and_the_slowest_rank() -> None:
         "LoadResult: 813 files: 760 own spool, 48 node-3, 1 node-2, 4 bucket; 1.0 GiB/s; "
         "slowest rank 2 (node-2)"
     )
+
+
+def test_what_it_took_the_sidecar_to_get_a_block_counts_to_the_load(
+    progress: LoadProgress, tmp_path: Path
+) -> None:
+    channel = SidecarChannel(f"unix://{tmp_path}/s.sock")
+    plan = RankPlan(hosts=(), own=None, files={})
+    stream = FetchedBlocks(channel, BlockTable(plan), LoadName("l", "gs://b/s", "", 0), progress)
+    place = SharedBlock(0, 0, 0, 9, None, BlockSource((), None, 0, 0))
+    wanted: Future[FetchedBlock] = Future()
+    stream._pending[1] = place, wanted
+    stream._answer(restore_pb2.FetchedBlock(id=1, rejected=1, failed=2, hedged=3, error="none"))
+    with pytest.raises(UnavailableError, match="none"):
+        wanted.result()
+    report = progress.report().status
+    assert (report.rejected_blocks, report.retries, report.hedges) == (1, 2, 3)
+    stream.close()

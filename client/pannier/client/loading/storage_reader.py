@@ -335,7 +335,7 @@ class StorageReader(storage.StorageReader):
         files = sorted({each.file for each in items})
         reader = None
         if shared is not None and self._sharing is not None:
-            reader = self._sharing.open_blocks(shared)
+            reader = self._sharing.open_blocks(shared, self._progress)
         self._sources = sources = Sources(
             self._directory, self.checkpoint_id, self._local_files(files), self._progress, reader
         )

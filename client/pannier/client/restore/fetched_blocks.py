@@ -20,6 +20,7 @@ import crc32c
 import grpc
 
 from pannier.client.restore.block_table import BlockTable, LoadName, SharedBlock
+from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import BUCKET
 from pannier.client.restore.shared_blocks import FetchedBlock
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
@@ -48,12 +49,16 @@ class FetchedBlocks:
         channel: to the sidecar; closed with this.
         table: the blocks.
         load: whose they are.
+        progress: counts what it took the sidecar to get them.
     """
 
-    def __init__(self, channel: SidecarChannel, table: BlockTable, load: LoadName) -> None:
+    def __init__(
+        self, channel: SidecarChannel, table: BlockTable, load: LoadName, progress: LoadProgress
+    ) -> None:
         self._channel = channel
         self._table = table
         self._load = load
+        self._progress = progress
         self._lock = threading.Lock()
         self._ids = count(1)
         self._pending: dict[int, tuple[SharedBlock, Future[FetchedBlock]]] = {}
@@ -185,6 +190,9 @@ class FetchedBlocks:
             shared, wanted = self._pending.pop(block.id, (None, None))
         if shared is None or wanted is None:
             return
+        self._progress.add_fetched(
+            retries=block.failed, hedges=block.hedged, rejected=block.rejected
+        )
         if block.error:
             wanted.set_exception(UnavailableError(block.error))
         elif self._memory is None:

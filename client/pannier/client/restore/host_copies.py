@@ -22,6 +22,7 @@ from pannier.client.embedded.daemon_spec import tls_files
 from pannier.client.embedded.network import boot_id
 from pannier.client.restore.block_table import BlockTable, LoadName
 from pannier.client.restore.fetched_blocks import FetchedBlocks
+from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.local_file import LocalFile
 from pannier.client.restore.peer_blocks import PeerBlocks
 from pannier.client.restore.restore_plan import Credentials, Host, RankPlan
@@ -129,13 +130,15 @@ class HostCopies:
                     survey.credentials = _credentials_beside(address)
         return survey
 
-    def open_blocks(self, survey: HostSurvey, plan: RankPlan, load: LoadName) -> BlockReader:
+    def open_blocks(
+        self, survey: HostSurvey, plan: RankPlan, load: LoadName, progress: LoadProgress
+    ) -> BlockReader:
         """What takes the blocks of a plan through sidecars. Raises PannierError."""
         settings, table = self._settings(), BlockTable(plan)
         if plan.own is None:
             tls = settings.tls() or plan.credentials
             return PeerBlocks(table, load, socket.gethostname(), tls)
-        return FetchedBlocks(_channel(settings, survey.sidecar), table, load)
+        return FetchedBlocks(_channel(settings, survey.sidecar), table, load, progress)
 
     def _has_tls(self) -> bool:
         try:

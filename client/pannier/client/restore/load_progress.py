@@ -84,6 +84,16 @@ class LoadProgress:
         """A block had a wrong checksum."""
         self._add("rejected_blocks")
 
+    def add_fetched(self, *, retries: int, hedges: int, rejected: int) -> None:
+        """The sidecar that fetched a block had to do this for it."""
+        with self._lock:
+            for name, count in (
+                ("retries", retries),
+                ("hedges", hedges),
+                ("rejected_blocks", rejected),
+            ):
+                self._events[name] += count
+
     def counts(self) -> ReadCounts:
         """What was read so far."""
         with self._lock:

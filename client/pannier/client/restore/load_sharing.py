@@ -23,6 +23,7 @@ from pannier.client.loading.item_loader import locate
 from pannier.client.loading.range_reader import GAP_BYTES, Range, in_parallel
 from pannier.client.restore.block_table import LoadName
 from pannier.client.restore.host_copies import HostCopies, HostSurvey
+from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.local_file import LocalFile
 from pannier.client.restore.restore_plan import (
     RankNeeds,
@@ -102,10 +103,10 @@ class LoadSharing:
         records = {} if not names else _records(directory, attempt, names)
         return plan_restore(needs, records)
 
-    def open_blocks(self, plan: RankPlan) -> BlockReader | None:
+    def open_blocks(self, plan: RankPlan, progress: LoadProgress) -> BlockReader | None:
         """What takes the blocks of this rank's plan through sidecars; None: nothing can."""
         try:
-            return self._copies.open_blocks(self._survey, plan, self._load)
+            return self._copies.open_blocks(self._survey, plan, self._load, progress)
         except PannierError as error:
             _log.warning("%s is read from storage: %s", self._load.checkpoint_id, error)
             return None

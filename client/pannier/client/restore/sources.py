@@ -71,7 +71,7 @@ class Sharing(Protocol):
     ) -> list[RankPlan | None]:
         """What each rank takes through sidecars, in their order."""
 
-    def open_blocks(self, plan: RankPlan) -> BlockReader | None:
+    def open_blocks(self, plan: RankPlan, progress: LoadProgress) -> BlockReader | None:
         """What takes the rank's blocks through sidecars; None: nothing can."""
 
 
