@@ -260,6 +260,11 @@ def backlog_families(backlog: Backlog) -> Iterable[Metric]:
             "Bytes of committed checkpoints that are still in the spool: loads on this host read them there.",
             sum(each.bytes for each in backlog.local_copies),
         ),
+        (
+            "pannier_fetched_blocks_bytes",
+            "Bytes of checkpoints' blocks that are kept in memory for loads, within --restore-budget.",
+            backlog.blocks_bytes,
+        ),
     ):
         yield GaugeMetricFamily(name, help, value)
     yield CounterMetricFamily(
@@ -276,6 +281,16 @@ def backlog_families(backlog: Backlog) -> Iterable[Metric]:
         "pannier_local_copies_evicted",
         "Checkpoints that were dropped from the spool for lack of room: loads read them from storage.",
         backlog.local_copies_evicted,
+    )
+    yield CounterMetricFamily(
+        "pannier_fetched_blocks_evicted",
+        "Blocks that loads may have to fetch again, since --restore-budget had no room for them any longer.",
+        backlog.blocks_evicted,
+    )
+    yield CounterMetricFamily(
+        "pannier_peers_sent_bytes",
+        "Bytes of blocks that loads of other hosts have read from this one.",
+        backlog.peers_sent,
     )
 
 

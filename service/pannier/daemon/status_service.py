@@ -48,6 +48,12 @@ class Backlog:
     """Bytes of their files that loads have opened since the start."""
     local_copies_evicted: int = 0
     """How many ended for lack of room since the start."""
+    blocks_bytes: int = 0
+    """Blocks of checkpoints in memory, for loads."""
+    blocks_evicted: int = 0
+    """Blocks that went from there for lack of room since the start, before they were read as often as announced."""
+    peers_sent: int = 0
+    """Bytes of blocks that other hosts have read here since the start."""
 
 
 @dataclass

@@ -199,7 +199,7 @@ class Sidecar:
 
     def backlog(self) -> Backlog:
         """What waits here for storage."""
-        return backlog(self.saves.pending(), self.spool, self._mapped, self.local_copies)
+        return backlog(self.saves.pending(), self.spool, self._mapped, self.blocks)
 
     async def _keep_ticking(self) -> None:
         while True:

@@ -11,7 +11,7 @@ from pannier.common import observer_clock
 from pannier.common.wait_text import Awaited, set_times, waiting_on
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import Backlog
-from pannier.sidecar.restore.local_copies import LocalCopies
+from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.save_state import FAILED, Phase, RankSave, Save
 from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.spool import Spool
@@ -87,9 +87,9 @@ def rank_report(rank: RankSave) -> coordinator_pb2.RankReport:
 
 
 def backlog(
-    pending: Iterable[RankSave], spool: Spool, mapped: MappedFiles, local_copies: LocalCopies
+    pending: Iterable[RankSave], spool: Spool, mapped: MappedFiles, blocks: HostBlocks
 ) -> Backlog:
-    """What these ranks have in the spool and storage hasn't confirmed, and what the spool takes."""
+    """What these ranks have in the spool and storage hasn't confirmed, and what spool and loads take."""
     files = [file for rank in pending for file in rank.files.values() if not file.upload.durable]
     now = time.monotonic()
     leased, held = mapped.leased_bytes()
@@ -106,9 +106,12 @@ def backlog(
         capacity_bytes=usage.capacity,
         free_bytes=min(usage.capacity, usage.free + kept),
         refusals=mapped.refusals,
-        local_copies=tuple(local_copies.statuses()),
-        local_copies_served=local_copies.served,
-        local_copies_evicted=local_copies.evicted,
+        local_copies=tuple(blocks.copies.statuses()),
+        local_copies_served=blocks.copies.served,
+        local_copies_evicted=blocks.copies.evicted,
+        blocks_bytes=blocks.cache.used,
+        blocks_evicted=blocks.cache.evicted,
+        peers_sent=blocks.sent,
     )
 
 

@@ -99,6 +99,7 @@ class HostBlocks:
     """See the module.
 
     Args:
+        copies: the files of this host's spool.
         host: name of this host.
         budget: see :class:`BlockCache`.
         may_fetch: whether ranks can map what is fetched.
@@ -117,7 +118,7 @@ class HostBlocks:
         self.host = host
         self.cache = BlockCache(budget)
         self._budget = budget
-        self._copies = copies
+        self.copies = copies
         self._stored = stored
         self._peers = peers
         self._may_fetch = may_fetch
@@ -248,7 +249,7 @@ class HostBlocks:
 
     def read_spool(self, request: restore_pb2.ReadBlockRequest) -> AsyncIterator[bytes] | None:
         """A block of a local copy, in pieces; None: its file isn't here. Raises InvalidRequestError."""
-        if self._copies.find(request.attempt, request.file) is None:
+        if self.copies.find(request.attempt, request.file) is None:
             return None
         return self._in_spool(
             request, *block_bounds(request.file, request.file_size, request.block)
@@ -278,7 +279,7 @@ class HostBlocks:
     def _in_spool(
         self, request: restore_pb2.ReadBlockRequest, offset: int, size: int
     ) -> SpoolBlock:
-        return SpoolBlock(self._copies, self.host, request.attempt, request.file, offset, size)
+        return SpoolBlock(self.copies, self.host, request.attempt, request.file, offset, size)
 
     def _request(
         self,
@@ -290,7 +291,7 @@ class HostBlocks:
         reader: str,
     ) -> BlockRequest:
         own: list[BlockSource] = []
-        if self._copies.find(request.attempt, request.file) is not None:
+        if self.copies.find(request.attempt, request.file) is not None:
             own.append(self._in_spool(request, offset, size))
         stored = StoredBlock(self._stored, request.checkpoint_id, request.file, offset, size)
         sources = [*own, *peers, stored]
