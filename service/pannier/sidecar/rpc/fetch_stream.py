@@ -47,6 +47,7 @@ class FetchStream:
         """There is a response, or nothing more to wait for."""
         self._released = asyncio.Event()
         self._receiving: asyncio.Task[None] | None = None
+        self._failed_before = False
 
     def open(self, messages: AsyncIterator[restore_pb2.FetchRequest]) -> None:
         """Begins to read the rank's messages."""
@@ -113,7 +114,11 @@ class FetchStream:
         try:
             response = await self._await(number, block)
         except PannierError as error:
-            _log.warning("%s reads a block elsewhere: %s", self._load.reader, error)
+            # One line for each load: where storage is away, no block comes.
+            level = logging.DEBUG if self._failed_before else logging.WARNING
+            self._failed_before = True
+            where = f"{self._load.reader} of {self._load.start.checkpoint_id}"
+            _log.log(level, "%s reads blocks from storage itself: %s", where, error)
             response = self._failed(number, str(error))
         except Exception as error:  # noqa: BLE001 - one block's; the rank reads it elsewhere
             _log.exception("%s: a block can't be fetched", self._load.reader)
