@@ -28,6 +28,7 @@ def test_every_part_is_planned() -> None:
         "memory",
         "peers",
         "recovery",
+        "replicas",
         "restoring",
         "steps",
         "uploading",

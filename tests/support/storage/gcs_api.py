@@ -22,7 +22,7 @@ from support.storage.gcs_objects import HOLDS, Bucket, Content, Objects, Refused
 GRANULE = 256 << 10
 """An unfinished upload holds a multiple of this."""
 OPTIONS = ("ignore_preconditions", "ignore_delete_preconditions", "ignore_checksums")
-_KEPT_REQUESTS = 10_000
+_KEPT_REQUESTS = 100_000
 _OBJECT = r"/storage/v1/b/(?P<bucket>[^/]+)/o/(?P<name>[^/]+)"
 _ROUTES = [
     (method, re.compile(pattern), handler)
