@@ -213,7 +213,7 @@ class ItemLoader:
         ]
         targets.update(enumerate(part.target for part in parts))
         for part in parts:
-            self._check(part.item, part.target, part.stored.dtype, part.stored.shape)
+            self._check(part.item, part.target, part.stored.dtype, part.stored.shape, torch.strided)
         if sum(part.stored.span for part in parts) > tensor.span:
             yield from self._block_reads(source, tensor, parts)
             return
@@ -308,7 +308,7 @@ class ItemLoader:
             target = targets.get(number)
             if target is None:
                 target = self._planner.resolve_tensor(item).detach()
-            self._check(item, target, value.dtype, value.shape)
+            self._check(item, target, value.dtype, value.shape, value.layout)
             if not self._in_turn and is_divisible(target) and is_divisible(value):
                 self._copies.append((item, target, value))
                 continue
@@ -316,13 +316,20 @@ class ItemLoader:
             self._planner.commit_tensor(item, target)
 
     def _check(
-        self, item: ReadItem, target: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]
+        self,
+        item: ReadItem,
+        target: torch.Tensor,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        layout: torch.layout,
     ) -> None:
-        if target.shape == torch.Size(shape) and not target.is_meta:
+        if target.shape == torch.Size(shape) and not target.is_meta and target.layout is layout:
             return
+        kinds = f" ({layout})", f" ({target.layout})"
+        stored, wanted = kinds if target.layout is not layout else ("", "")
         raise InvalidRequestError(
-            f"{self._name(item)} can't be loaded: {dtype} of {tuple(shape)} is stored, the planner wants "
-            f"{target.dtype} of {tuple(target.size())} on {target.device}"
+            f"{self._name(item)} can't be loaded: {dtype} of {tuple(shape)}{stored} is stored, the planner "
+            f"wants {target.dtype} of {tuple(target.size())}{wanted} on {target.device}"
         )
 
     def _load_object(self, source: Range, content: memoryview, item: ReadItem) -> None:

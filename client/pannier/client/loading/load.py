@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
+from pannier.client import torch_compat
 from pannier.client.config import check_timeout
 from pannier.client.loading import filesystem, highest_incarnation
 from pannier.client.loading.filesystem import MissingError, StorageDir
@@ -39,6 +42,8 @@ Finish = Callable[[StorageDir, float], str | None]
 Reporting = Callable[[LoadProgress], contextlib.AbstractContextManager[None]]
 """Reports a load to operators as long as the context lasts."""
 
+_PLAIN: Final = (bool, int, float, complex, str, bytes)
+"""Types of objects that take no tensor."""
 _recent_s: Final[collections.deque[float]] = collections.deque(maxlen=RECENT)
 
 
@@ -72,6 +77,10 @@ def load(
         finish: waits for a save of the checkpoint that isn't committed yet.
     """
     began = time.monotonic()
+    if not isinstance(state_dict, dict):
+        raise InvalidRequestError(
+            f"state_dict={type(state_dict).__name__} can't be filled: give a dict"
+        )
     alone = is_alone(no_dist)
     if not alone and process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise InvalidRequestError(
@@ -210,9 +219,15 @@ def _fill(
             value = state_dict[key]
             values[key] = value.state_dict() if isinstance(value, Stateful) else value
         metadata = reader.read_metadata()
-        planner.set_up_planner(values, metadata, ranks.is_first)
-        reader.set_up_storage_reader(metadata, ranks.is_first)
-        return reader.prepare_local_plan(planner.create_local_plan())
+        try:
+            planner.set_up_planner(values, metadata, ranks.is_first)
+            reader.set_up_storage_reader(metadata, ranks.is_first)
+            local = planner.create_local_plan()
+        except ValueError as error:
+            if problem := _misfit(values, metadata):
+                raise InvalidRequestError(problem) from error
+            raise
+        return reader.prepare_local_plan(local)
 
     def plan_globally(plans: list[LoadPlan]) -> list[LoadPlan]:
         return reader.prepare_global_plan(planner.create_global_plan(plans))
@@ -229,6 +244,29 @@ def _fill(
             target.load_state_dict(value)
         else:
             state_dict[key] = value
+
+
+def _misfit(values: dict[str, Any], metadata: Metadata) -> str:
+    """What DCP's planner refuses without a clear word; empty: it isn't that."""
+    flat, _ = torch_compat.flatten_state_dict(values)
+    for key, value in flat.items():
+        stored = metadata.state_dict_metadata.get(key)
+        if not isinstance(stored, TensorStorageMetadata):
+            continue
+        text = (
+            f"{key!r} can't be loaded: {stored.properties.dtype} of {tuple(stored.size)} is stored"
+        )
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            return (
+                f"{text}, and state_dict has a tensor on meta, which has no memory: allocate it first, as "
+                "by module.to_empty(device=...)"
+            )
+        if value is None or isinstance(value, _PLAIN):
+            return (
+                f"{text}, but state_dict has {value!r:.40} ({type(value).__name__}): give a tensor of that "
+                "shape"
+            )
+    return ""
 
 
 def _finish(

@@ -114,6 +114,13 @@ class _Unpickler(pickle.Unpickler):
         return members[name]
 
     def _refusal(self, what: str) -> InvalidRequestError:
+        if what.startswith("torch.distributed.checkpoint."):
+            return InvalidRequestError(
+                f"{self._where} refers to {what}, which is not part of a DCP checkpoint's metadata as torch "
+                f"{torch.__version__} and Pannier know it: if a newer torch wrote it, load it there, or with "
+                "a newer Pannier. If you trust its author, torch.distributed.checkpoint's FileSystemReader "
+                "or FsspecReader may read it"
+            )
         return InvalidRequestError(
             f"{self._where} refers to {what}, which is not part of a DCP checkpoint's "
             "metadata; unpickling it could run foreign code. If you trust its author, read it with "
