@@ -12,7 +12,7 @@ import pytest
 from pannier.common import timeouts
 from pannier.sidecar.restore.block_fetcher import Attempt, BlockFetcher
 from pannier.wire.errors import IntegrityError, PannierError, StorageError
-from support.processes.stretch import until
+from support.processes.stretch import BOUND_S, until
 
 DATA = b"block" * 1000
 SUM = crc32c.crc32c(DATA)
@@ -49,9 +49,15 @@ class Place:
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _never_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stalls isn't a source that does."""
+    for name in ("BLOCK_STALL_S", "BLOCK_FIRST_STALL_S", "BLOCK_SLOW_S"):
+        monkeypatch.setattr(timeouts, name, BOUND_S)
+
+
+@pytest.fixture
+def peers_stall_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "BLOCK_STALL_S", 0.02)
-    monkeypatch.setattr(timeouts, "BLOCK_FIRST_STALL_S", 0.05)
 
 
 async def fetch(*places: Place, expected: int | None = SUM) -> tuple[str, int, int, int]:
@@ -98,6 +104,7 @@ def test_a_block_without_a_known_checksum_is_taken_as_storage_has_it() -> None:
     assert asyncio.run(fetch(Place(), expected=None)) == ("", 0, 0, 0)
 
 
+@pytest.mark.usefixtures("peers_stall_soon")
 def test_a_source_that_shows_no_life_is_hedged_and_the_faster_answer_counts() -> None:
     async def main() -> None:
         stuck = Place("node-1", kind="peer", shows_life=True, gate=asyncio.Event())
@@ -108,6 +115,7 @@ def test_a_source_that_shows_no_life_is_hedged_and_the_faster_answer_counts() ->
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("peers_stall_soon")
 def test_the_slow_source_counts_when_it_is_the_first_to_answer_after_all() -> None:
     async def main() -> None:
         gate = asyncio.Event()
@@ -122,7 +130,9 @@ def test_the_slow_source_counts_when_it_is_the_first_to_answer_after_all() -> No
     asyncio.run(main())
 
 
-def test_a_peer_that_shows_life_is_left_its_time() -> None:
+def test_a_peer_that_shows_life_is_left_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "BLOCK_STALL_S", 1.0)
+    monkeypatch.setattr(timeouts, "BLOCK_SLOW_S", 15.0)
     fetcher, busy = BlockFetcher(), Place("node-1", kind="peer", shows_life=True)
     attempt = Attempt()
     assert fetcher._due(busy, attempt) == attempt.seen + timeouts.BLOCK_STALL_S
@@ -132,7 +142,12 @@ def test_a_peer_that_shows_life_is_left_its_time() -> None:
     assert fetcher._due(busy, attempt) == attempt.began + timeouts.BLOCK_SLOW_S
 
 
-def test_the_last_source_is_asked_a_second_time_when_a_request_hangs() -> None:
+def test_the_last_source_is_asked_a_second_time_when_a_request_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeouts, "BLOCK_STALL_S", 0.02)
+    monkeypatch.setattr(timeouts, "BLOCK_FIRST_STALL_S", 0.02)
+
     async def main() -> None:
         gate = asyncio.Event()
         storage = Place(gate=gate)
@@ -162,6 +177,7 @@ def test_what_takes_long_is_measured_by_the_median_of_its_like(
             await fetcher.fetch([source], len(DATA), SUM, "block")
         attempt = Attempt()
         assert fetcher._due(source, attempt) == attempt.began + timeouts.BLOCK_STALL_S
+        monkeypatch.setattr(timeouts, "BLOCK_STALL_S", 1.0)
         fetcher._durations["spool"].extend([3.0] * 64)
         assert fetcher._due(source, attempt) == attempt.began + 12.0
         monkeypatch.setattr(timeouts, "BLOCK_STALL_S", 20.0)
@@ -170,9 +186,11 @@ def test_what_takes_long_is_measured_by_the_median_of_its_like(
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("peers_stall_soon")
 def test_a_cancelled_fetch_ends_all_its_requests(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        places = [Place(f"node-{n}", gate=asyncio.Event()) for n in range(2)]
+        peer = Place("node-1", kind="peer", shows_life=True, gate=asyncio.Event())
+        places = [peer, Place(gate=asyncio.Event())]
         running = asyncio.ensure_future(fetch(*places))
         await until(lambda: places[1].attempts)
         running.cancel()
