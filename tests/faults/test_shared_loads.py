@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from support.actors.scripted_sidecar import wait_until
 from support.network.certificates import Authority
 from support.processes.daemons import Daemons, await_serving
-from support.processes.ranks import free_port, run_ranks, start_ranks
+from support.processes.ranks import reserved_port, run_ranks, start_ranks
 from support.processes.stretch import BOUND_S
 from support.storage.bucket import data_bytes, data_reads
 from support.storage.gcs_server import GcsServer
@@ -97,14 +98,20 @@ class Hosts:
         self.server = server
         self.daemons = Daemons(directory, sidecars=3, environment=server.env, start=False)
         files = Authority(directory / "ca").issue("sidecar")
-        for daemon in self.daemons.sidecars:
-            daemon.arguments += ["--peers", f"127.0.0.1:{free_port()}", *files.flags]
+        self._reserved = [reserved_port() for _ in self.daemons.sidecars]
+        for daemon, port in zip(self.daemons.sidecars, self._reserved, strict=True):
+            address = f"127.0.0.1:{port.getsockname()[1]}"
+            daemon.arguments += ["--peers", address, *files.flags]
         for daemon in self.daemons.sidecars[1:]:
             # A machine that stalls isn't a peer that does.
             daemon.constants = {
                 f"pannier.common.timeouts.{name}": BOUND_S
                 for name in ("BLOCK_STALL_S", "BLOCK_FIRST_STALL_S")
             }
+
+    def close(self) -> None:
+        for port in self._reserved:
+            port.close()
 
     def environment(self, place: str, hosts: Sequence[int], kind: str) -> dict[str, str]:
         addresses = " ".join(self.daemons.sidecars[host].address for host in hosts)
@@ -137,7 +144,7 @@ class Loaded:
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory, server: GcsServer) -> Iterator[Hosts]:
     made = Hosts(tmp_path_factory.mktemp("hosts"), server)
-    with made.daemons:
+    with closing(made), made.daemons:
         daemons = (made.daemons.coordinator, *made.daemons.sidecars)
         for daemon in daemons:
             daemon.start(ready=False)

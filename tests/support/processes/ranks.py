@@ -125,6 +125,15 @@ def free_port() -> int:
         return port
 
 
+def reserved_port() -> socket.socket:
+    """Keeps a TCP port of 127.0.0.1 for a gRPC server until it is closed; connections get no such port."""
+    reserved = socket.socket()
+    # A server with the same option may listen there, as long as this socket doesn't.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
 def rank_environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
     """What all ranks have in their environment."""
     return {
