@@ -22,7 +22,12 @@ ROOT = "gs://bucket/shared"
 
 STATE = """
 import os
-os.environ["PANNIER_SIDECAR"] = os.environ["SIDECARS"].split()[int(os.environ["RANK"])]
+own = os.environ["SIDECARS"].split()[int(os.environ["RANK"])]
+if own == "none":
+    # Nor is there an embedded one.
+    os.environ.pop("PANNIER_SIDECAR", None)
+else:
+    os.environ["PANNIER_SIDECAR"] = own
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -97,11 +102,11 @@ class Hosts:
     def __init__(self, directory: Path, server: GcsServer) -> None:
         self.server = server
         self.daemons = Daemons(directory, sidecars=3, environment=server.env, start=False)
-        files = Authority(directory / "ca").issue("sidecar")
+        self.files = Authority(directory / "ca").issue("sidecar")
         self._reserved = [reserved_port() for _ in self.daemons.sidecars]
         for daemon, port in zip(self.daemons.sidecars, self._reserved, strict=True):
             address = f"127.0.0.1:{port.getsockname()[1]}"
-            daemon.arguments += ["--peers", address, *files.flags]
+            daemon.arguments += ["--peers", address, *self.files.flags]
         for daemon in self.daemons.sidecars[1:]:
             # A machine that stalls isn't a peer that does.
             daemon.constants = {
@@ -114,9 +119,15 @@ class Hosts:
             port.close()
 
     def environment(self, place: str, hosts: Sequence[int], kind: str) -> dict[str, str]:
-        addresses = " ".join(self.daemons.sidecars[host].address for host in hosts)
+        addresses = [self.daemons.sidecars[host].address if host >= 0 else "none" for host in hosts]
         return self.daemons.env(
-            **self.server.env, PLACE=place, KIND=kind, SIDECARS=addresses, PANNIER_JOB="shared"
+            **self.server.env,
+            **self.files.environment,
+            PLACE=place,
+            KIND=kind,
+            SIDECARS=" ".join(addresses),
+            PANNIER_JOB="shared",
+            PANNIER_RUNTIME_DIR=str(self.daemons.directory / "none"),
         )
 
     def save(self, place: str, hosts: Sequence[int], kind: str = "replicated") -> None:
@@ -178,6 +189,23 @@ def test_what_another_hosts_spool_has_comes_from_there(hosts: Hosts) -> None:
         loaded = hosts.load(place, world, "sharded")
         assert not hosts.read(place), loaded.output
         assert {"own spool", "node-0", "node-1"} >= loaded.bytes.keys() >= {"node-0", "node-1"}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("world", [[1, 0], [0, 2, 1], [2, 1, 0, 2, 1, 0]], ids=len)
+def test_fewer_and_more_ranks_have_all_from_the_spools(hosts: Hosts, world: list[int]) -> None:
+    place = f"{ROOT}/worlds-{len(world)}"
+    hosts.save(place, [0, 0, 1, 1], "sharded")
+    loaded = hosts.load(place, world, "sharded")
+    assert not hosts.read(place), loaded.output
+
+
+def test_a_rank_without_a_sidecar_reads_from_those_of_other_hosts(hosts: Hosts) -> None:
+    place = f"{ROOT}/visitor"
+    hosts.save(place, [0])
+    loaded = hosts.load(place, [0, -1])
+    assert not hosts.read(place), loaded.output
+    assert loaded.bytes.keys() == {"own spool", "node-0"}
 
 
 @pytest.fixture(scope="module")

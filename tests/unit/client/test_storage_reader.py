@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.metadata_reader import Generation
 from pannier.client.loading.storage_reader import StorageReader
+from pannier.client.restore.block_table import LoadName
+from pannier.client.restore.load_progress import LoadProgress
+from pannier.client.restore.local_file import LocalFile
+from pannier.client.restore.restore_plan import RankNeeds, RankPlan
+from pannier.client.restore.shared_blocks import BlockReader
 from pannier.v1 import records_pb2
 from pannier.wire.errors import (
     ConfigurationError,
@@ -401,6 +406,62 @@ def test_ranks_that_read_different_checkpoints_are_refused(
         plans.append(reader.prepare_local_plan(LoadPlan([])))
     with pytest.raises(InvalidRequestError, match=r"different checkpoints.*copy"):
         reader.prepare_global_plan(plans)
+
+
+# What ranks share.
+
+
+class Sharing:
+    """Has nothing in a spool, and plans that the first rank takes everything through sidecars."""
+
+    def __init__(self) -> None:
+        self.together = False
+        self.host = "node-1"
+        self.local_files: dict[str, LocalFile] = {}
+        self.planned: list[RankNeeds] = []
+        self.opened: list[RankPlan] = []
+
+    def locate(self, attempt: str, names: Sequence[str]) -> dict[str, LocalFile]:
+        raise AssertionError("of a load of one rank")
+
+    def survey(self, load: LoadName, metadata: Metadata, items: Sequence[ReadItem]) -> RankNeeds:
+        return RankNeeds(load.rank, None)
+
+    def plan(
+        self, directory: object, attempt: str, needs: Sequence[RankNeeds]
+    ) -> list[RankPlan | None]:
+        self.planned += needs
+        return [RankPlan((), None, {}), *[None] * (len(needs) - 1)]
+
+    def open_blocks(self, plan: RankPlan, progress: LoadProgress) -> BlockReader | None:
+        self.opened.append(plan)
+        return None
+
+
+def test_what_ranks_share_travels_with_their_plans_and_is_not_missed_where_a_planner_drops_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = [StorageReader(checkpoint) for _ in range(3)]
+    sharing = [Sharing() for _ in readers]
+    plans = []
+    for reader, mine in zip(readers, sharing, strict=True):
+        reader.use_sidecars(mine, together=True)
+        monkeypatch.setattr(reader._directory, "is_local", False)
+        reader.set_up_storage_reader(reader.read_metadata(), True)
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(blank(make_state()), reader.read_metadata(), True)
+        plans.append(reader.prepare_local_plan(planner.create_local_plan()))
+    plans = pickle.loads(pickle.dumps(plans))
+    # The second rank's planner makes plans of its own.
+    plans[1] = LoadPlan(plans[1].items)
+    final = readers[0].prepare_global_plan(plans)
+    assert len(sharing[0].planned) == 2
+    for reader, mine, plan in zip(readers, sharing, final, strict=True):
+        got, planner = blank(make_state()), DefaultLoadPlanner()
+        planner.set_up_planner(got, reader.read_metadata(), True)
+        reader.read_data(planner.finish_plan(plan), planner)
+        assert differences(got, make_state()) == []
+        assert len(mine.opened) == (mine is sharing[0])
 
 
 # No checkpoint.
