@@ -57,10 +57,12 @@ class PeerBlocks:
         self._tls = tls
         self._lock = threading.Lock()
         self._channels: dict[int, grpc.Channel] = {}
-        self._calls: set[Any] = set()
+        self._calls: dict[Any, int] = {}
+        """Those under way, and how many looks have found no message of theirs."""
+        self._watch: threading.Thread | None = None
+        self._ended = threading.Event()
         self._avoided: set[int] = set()
         self._messages = 0
-        self._closed = False
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="pannier-peer")
 
     def has(self, name: str) -> bool:
@@ -82,7 +84,7 @@ class PeerBlocks:
     def close(self) -> None:
         """Ends all requests."""
         with self._lock:
-            self._closed = True
+            self._ended.set()
             calls, channels = list(self._calls), list(self._channels.values())
         for call in calls:
             call.cancel()
@@ -132,14 +134,21 @@ class PeerBlocks:
         stub: Any = restore_pb2_grpc.PeerStub(self._channel(number, host))
         call = stub.ReadBlock(request, timeout=timeouts.FETCH_SLOW_S)
         with self._lock:
-            self._calls.add(call)
-            if self._closed:
+            self._calls[call] = 0
+            if self._ended.is_set():
                 call.cancel()
+            if self._watch is None:
+                self._watch = threading.Thread(
+                    target=self._end_stalled, name="pannier-peer-watch", daemon=True
+                )
+                self._watch.start()
         content = np.empty(block.size, np.uint8).data
         done, sent = 0, None
         try:
             for response in call:
-                self._messages += 1
+                with self._lock:
+                    self._messages += 1
+                    self._calls[call] = 0
                 data = response.data
                 if done + len(data) > block.size:
                     raise IntegrityError(f"{host.name} sent more bytes than the block has")
@@ -149,11 +158,13 @@ class PeerBlocks:
                     sent = response.crc32c
         except grpc.RpcError as error:
             where = f"sidecar of {host.name} at {host.address}"
+            if error.code() is grpc.StatusCode.CANCELLED:
+                raise UnavailableError(f"the {where} shows no sign of life") from error
             raise from_rpc_error(error, peer=where) from error
         finally:
             call.cancel()
             with self._lock:
-                self._calls.discard(call)
+                del self._calls[call]
         expected = sent if block.crc32c is None else block.crc32c
         crc = crc32c.crc32c(content[:done])
         if done != block.size or crc != expected:
@@ -162,6 +173,21 @@ class PeerBlocks:
                 f"bytes and crc32c {crc:08x}, saved was {'none' if expected is None else f'{expected:08x}'}"
             )
         return _ReadBlock(content, host.name)
+
+    def _end_stalled(self) -> None:
+        """Cancels calls whose hosts show no sign of life."""
+        # Looks are counted, not seconds: this process may have been stopped meanwhile.
+        while not self._ended.wait(timeouts.FETCH_POLL_S):
+            with self._lock:
+                for call in self._calls:
+                    self._calls[call] += 1
+                stalled = [
+                    call
+                    for call, looks in self._calls.items()
+                    if looks * timeouts.FETCH_POLL_S >= timeouts.FETCH_STALL_S
+                ]
+            for call in stalled:
+                call.cancel()
 
     def _channel(self, number: int, host: Host) -> grpc.Channel:
         with self._lock:
