@@ -1,18 +1,23 @@
 """Blocks that come through sidecars, or don't."""
 
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pannier.client.loading.range_reader import Range, Read, read_ranges
 from pannier.client.restore.block_table import BlockTable, LoadName, SharedBlock
 from pannier.client.restore.fetched_blocks import FetchedBlocks
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import ReadCounts, combine
 from pannier.client.restore.restore_plan import BlockSource, RankPlan
 from pannier.client.restore.shared_blocks import FetchedBlock, SharedBlocks
+from pannier.client.restore.sources import Sources
+from pannier.client.restore.stored_reads import StoredReads
 from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
 from pannier.v1 import restore_pb2
@@ -22,10 +27,13 @@ from support.processes.stretch import BOUND_S
 from support.storage.shared_files import SharedFiles
 
 CONTENT = b"seven bytes and more"
+URL = "gs://b/step"
 
 
 class Storage:
     """Answers when it may."""
+
+    is_local = False
 
     def __init__(self) -> None:
         self.content = CONTENT
@@ -34,7 +42,7 @@ class Storage:
         self.may_answer.set()
         self.reads = 0
 
-    def read(self, name: str, offset: int, target: memoryview) -> None:
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
         self.reads += 1
         assert self.may_answer.wait(BOUND_S)
         if self.error is not None:
@@ -60,7 +68,7 @@ def progress() -> LoadProgress:
 
 @pytest.fixture
 def blocks(files: SharedFiles, storage: Storage, progress: LoadProgress) -> Iterator[SharedBlocks]:
-    made = SharedBlocks(files, storage.read, "gs://b/step", progress)
+    made = SharedBlocks(files, StoredReads(storage.read_into, URL), URL, progress)
     yield made
     storage.may_answer.set()
     made.close()
@@ -155,6 +163,72 @@ def test_a_stalled_sidecar_is_waited_for_when_storage_fails(
         files.error = UnavailableError("nor a sidecar")
         with pytest.raises(StorageError, match="no storage today"):
             read(blocks)
+
+
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize("error", [None, UnavailableError("gone away")])
+def test_its_end_ends_reads_of_storage_that_never_answers(
+    blocks: SharedBlocks, files: SharedFiles, storage: Storage, error: UnavailableError | None
+) -> None:
+    # The sidecar stalls, or fails.
+    files.wait, files.error = error is None, error
+    storage.may_answer.clear()
+    with ThreadPoolExecutor() as pool:
+        memories = [bytearray(len(CONTENT)) for _ in range(12)]
+        reading = [pool.submit(blocks.read, "f", 0, memoryview(each)) for each in memories]
+        wait_until(lambda: storage.reads)
+        blocks.close()
+        for each in reading:
+            with pytest.raises(StorageError, match="isn't read any more: the load has ended"):
+                each.result(BOUND_S)
+    storage.may_answer.set()
+    with pytest.raises(StorageError, match="isn't read any more"):
+        read(blocks)
+    assert not any(map(any, memories))
+
+
+class DamagedFile:
+    """As a local file whose content is another save's by now."""
+
+    def read_into(self, offset: int, target: memoryview, cache: object) -> None:
+        raise IntegrityError("its blocks have other checksums")
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_an_interrupt_ends_a_load_whose_nearest_copy_fails_while_storage_does_not_answer(
+    files: SharedFiles,
+    storage: Storage,
+    progress: LoadProgress,
+    request: pytest.FixtureRequest,
+    near: bool,
+) -> None:
+    files.error = UnavailableError("it was killed")
+    storage.may_answer.clear()
+    request.addfinalizer(storage.may_answer.set)
+    local: Any = {"f": DamagedFile()} if near else {}
+    sources = Sources(storage, URL, local, progress, None if near else files)
+    assert sources.fills_targets("f", 0, len(CONTENT))
+    target = bytearray(len(CONTENT))
+
+    def press() -> None:
+        wait_until(lambda: storage.reads)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(
+            read_ranges(
+                sources,
+                [Read(Range("f", 0, len(CONTENT)), lambda _: None, memoryview(target))],
+                threads=2,
+                memory_bytes=1,
+                cancel=sources.cancel,
+            )
+        )
+    presser.join(BOUND_S)
+    storage.may_answer.set()
+    assert not any(target)
 
 
 @pytest.mark.usefixtures("_impatient")

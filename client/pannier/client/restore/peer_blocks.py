@@ -79,7 +79,12 @@ class PeerBlocks:
 
     def request(self, name: str, block: int) -> "Future[FetchedBlock]":
         """The block, later; UnavailableError: no host has sent it."""
-        return self._pool.submit(self._read, self._table.blocks[name, block])
+        try:
+            return self._pool.submit(self._read, self._table.blocks[name, block])
+        except RuntimeError as error:  # it was closed meanwhile, or the interpreter is ending
+            failed: Future[FetchedBlock] = Future()
+            failed.set_exception(UnavailableError(f"no more blocks are read: {error}"))
+            return failed
 
     def close(self) -> None:
         """Ends all requests."""
@@ -88,21 +93,28 @@ class PeerBlocks:
             calls, channels = list(self._calls), list(self._channels.values())
         for call in calls:
             call.cancel()
-        self._pool.shutdown(cancel_futures=True)
+        # Not cancel_futures, which wakes no thread that waits: what is queued ends by itself.
+        self._pool.shutdown()
         for channel in channels:
             channel.close()
 
     def _read(self, block: SharedBlock) -> FetchedBlock:
         problems = []
         for number, from_spool in _sources(block):
+            if self._ended.is_set():
+                break
             if number in self._avoided:
                 continue
             try:
                 return self._read_from(number, block, from_spool)
             except PannierError as error:
+                if self._ended.is_set():
+                    break
                 problems.append(f"{self._table.hosts[number].name}: {error}")
                 if not isinstance(error, IntegrityError) and _is_lasting(error):
                     self._avoid(number, error)
+        if self._ended.is_set():
+            raise UnavailableError("the load has ended")
         raise UnavailableError("; ".join(problems) or "all hosts that have it have failed before")
 
     def _avoid(self, number: int, error: PannierError) -> None:

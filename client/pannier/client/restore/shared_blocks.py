@@ -2,31 +2,25 @@
 
 In: blocks that the restore plan shares. Out: their bytes, checked, and where they came from. A block
 that fails is read from storage; one whose sidecar stalls is read from storage, too, and the first
-answer counts. After that, blocks are read from storage directly until the sidecar answers again. Blocking;
-thread-safe; for one load of one rank.
+answer counts. After that, blocks are read from storage directly until the sidecar answers again. No read
+lasts longer than the load, though storage or a sidecar never answers. Blocking; thread-safe; for one
+load of one rank.
 """
 
 import logging
 import time
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Final, Protocol
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from typing import Any, Protocol
 
 import crc32c
-import numpy as np
 
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import BUCKET
+from pannier.client.restore.stored_reads import StoredReads
 from pannier.common import timeouts
 from pannier.wire.errors import IntegrityError, PannierError, StorageError
 
 _log = logging.getLogger(__name__)
-
-_HEDGES: Final = 4
-"""Blocks read from storage at a time because a sidecar stalls."""
-
-ReadStorage = Callable[[str, int, memoryview], None]
-"""Fills memory with a file's bytes from an offset on. Raises StorageError."""
 
 
 class FetchedBlock(Protocol):
@@ -79,13 +73,13 @@ class SharedBlocks:
 
     Args:
         reader: takes blocks through sidecars.
-        storage: reads the same bytes from storage.
+        storage: reads the same bytes from storage; closed with this.
         url: the checkpoint's directory, for messages.
         progress: counts second requests and wrong blocks.
     """
 
     def __init__(
-        self, reader: BlockReader, storage: ReadStorage, url: str, progress: LoadProgress
+        self, reader: BlockReader, storage: StoredReads, url: str, progress: LoadProgress
     ) -> None:
         self._reader = reader
         self._storage = storage
@@ -93,9 +87,9 @@ class SharedBlocks:
         self._progress = progress
         self._stalled_at: int | None = None
         """Messages that had come when the sidecar stalled."""
-        self._hedges = ThreadPoolExecutor(_HEDGES, thread_name_prefix="pannier-hedge")
         self._logged: set[str] = set()
-        self._closed = False
+        self._end: Future[None] = Future()
+        """Of the load."""
 
     def has(self, name: str) -> bool:
         """Whether blocks of this file are shared."""
@@ -126,11 +120,13 @@ class SharedBlocks:
 
     def close(self) -> None:
         """Ends all requests: reads that are under way fail."""
-        if self._closed:
+        try:
+            self._end.set_result(None)
+        except InvalidStateError:
             return
-        self._closed = True
+        # First: the reader may have to wait for its sidecar.
+        self._storage.close()
         self._reader.close()
-        self._hedges.shutdown(wait=False, cancel_futures=True)
 
     def _arrives(self, request: "Future[FetchedBlock]") -> bool:
         """Whether the request ends, with a block or an error, before its sidecar stalls."""
@@ -138,6 +134,8 @@ class SharedBlocks:
         polls = quiet = 0
         seen = self._reader.messages()
         while not wait([request], timeouts.FETCH_POLL_S).done:
+            if self._end.done():
+                return False
             polls, quiet = polls + 1, quiet + 1
             if seen != self._reader.messages():
                 seen, quiet = self._reader.messages(), 0
@@ -150,17 +148,18 @@ class SharedBlocks:
     def _hedge(
         self, name: str, block: int, memory: memoryview, request: "Future[FetchedBlock]"
     ) -> str:
-        self._progress.add_hedge()
-        self._log_once("blocks come slowly through sidecars: they are read from storage, too")
         seen = self._reader.messages()
-        # Not into ``memory``, where the other answer may have come meanwhile.
-        stored = self._hedges.submit(self._stored, name, block, len(memory))
+        stored = self._start_stored(name, block, len(memory))
+        if not self._end.done():
+            self._progress.add_hedge()
+            self._log_once("blocks come slowly through sidecars: they are read from storage, too")
         both: list[Future[Any]] = [request, stored]
         wait(both, return_when=FIRST_COMPLETED)
         deadline = time.monotonic() + timeouts.FETCH_LAST_S
         if not _succeeded(request):
             if stored.done() and not _succeeded(stored):
-                wait([request], max(0.0, deadline - time.monotonic()))
+                either: list[Future[Any]] = [request, self._end]
+                wait(either, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
             else:
                 wait([stored])
         if _succeeded(request):
@@ -175,26 +174,30 @@ class SharedBlocks:
         memory[:] = stored.result()
         return BUCKET
 
-    def _stored(self, name: str, block: int, size: int) -> memoryview:
-        memory = np.empty(size, np.uint8).data
-        self._read_stored(name, block, memory)
-        return memory
-
     def _read_stored(self, name: str, block: int, memory: memoryview) -> str:
-        place = self._reader.find(name, block)
-        if place is None or self._closed:
-            raise StorageError(f"block {block} of {self._url}/{name} isn't read any more")
-        self._storage(name, place.offset, memory)
-        crc = crc32c.crc32c(memory)
-        if place.crc32c is not None and crc != place.crc32c:
-            raise IntegrityError(
-                f"bytes {place.offset} to {place.offset + len(memory)} of {self._url}/{name} have "
-                f"crc32c {crc:08x}, saved was {place.crc32c:08x}: its bytes are damaged or another "
-                "file's; `pannier verify` lists all damaged files"
-            )
+        memory[:] = self._start_stored(name, block, len(memory)).result()
         return BUCKET
 
+    def _start_stored(self, name: str, block: int, size: int) -> "Future[memoryview]":
+        place = self._reader.find(name, block)
+        if place is None:
+            raise StorageError(f"block {block} of {self._url}/{name} isn't shared")
+        offset, expected = place.offset, place.crc32c
+
+        def check(memory: memoryview) -> None:
+            crc = crc32c.crc32c(memory)
+            if expected is not None and crc != expected:
+                raise IntegrityError(
+                    f"bytes {offset} to {offset + len(memory)} of {self._url}/{name} have crc32c "
+                    f"{crc:08x}, saved was {expected:08x}: its bytes are damaged or another file's; "
+                    "`pannier verify` lists all damaged files"
+                )
+
+        return self._storage.start(name, offset, size, check)
+
     def _note(self, error: PannierError) -> None:
+        if self._end.done():
+            return
         if isinstance(error, IntegrityError):
             self._progress.add_rejected()
         else:

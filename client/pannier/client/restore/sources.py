@@ -21,6 +21,7 @@ from pannier.client.restore.load_result import BUCKET, OWN_SPOOL
 from pannier.client.restore.local_file import BlockCache, LocalFile
 from pannier.client.restore.restore_plan import RankNeeds, RankPlan
 from pannier.client.restore.shared_blocks import BlockPlace, BlockReader, SharedBlocks
+from pannier.client.restore.stored_reads import StoredReads
 from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import IntegrityError
 
@@ -98,11 +99,12 @@ class Sources:
         self._url = url
         self._lock = threading.Lock()
         self._local = dict(local)
+        self._targeted = frozenset(local)
+        """Files that may be read into a tensor's own memory, also once they aren't near any more."""
         self._progress = progress
         self._cache = BlockCache()
-        self._shared = (
-            None if reader is None else SharedBlocks(reader, storage.read_into, url, progress)
-        )
+        self._stored = StoredReads(storage.read_into, url)
+        self._shared = None if reader is None else SharedBlocks(reader, self._stored, url, progress)
         self._origins: dict[tuple[str, int], str] = {}
         """Sources of the shared blocks in the cache, and of earlier ones."""
 
@@ -117,7 +119,8 @@ class Sources:
     def fills_targets(self, name: str, start: int, end: int) -> bool:
         """Whether these bytes of a file may be read into a tensor's own memory.
 
-        Then nothing that was interrupted goes on to write there for long: :meth:`cancel` ends it.
+        Then nothing that was interrupted goes on to write there for long: :meth:`cancel` ends it, also
+        where it turns out that storage on another host has to be read.
         """
         if self.is_near(name):
             return True
@@ -163,9 +166,8 @@ class Sources:
             offset += count
 
     def cancel(self) -> None:
-        """Ends reads of shared blocks that are under way."""
-        if self._shared is not None:
-            aside(self._shared.close)
+        """Ends reads into targets that are under way and may take long."""
+        aside(self._stored.close if self._shared is None else self._shared.close)
 
     def close(self) -> None:
         """Lets go of the files in the spool, which the sidecar may use again then, and of shared blocks."""
@@ -174,7 +176,10 @@ class Sources:
         self.cancel()
 
     def _read_stored(self, name: str, offset: int, target: memoryview) -> None:
-        self._storage.read_into(name, offset, target)
+        if name in self._targeted and not self._storage.is_local:
+            self._stored.read_into(name, offset, target)
+        else:
+            self._storage.read_into(name, offset, target)
         self._progress.add_read(BUCKET, name, len(target))
 
     def _read_shared(
