@@ -1,11 +1,14 @@
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
+from pannier.client.loading import range_reader
 from pannier.client.loading.filesystem import StorageDir, open_dir
 from pannier.client.loading.range_reader import (
     GAP_BYTES,
@@ -182,6 +185,51 @@ def test_leaving_early_ends_the_threads(tmp_path: Path, place: StorageDir) -> No
     next(runs)
     runs.close()
     assert threading.active_count() == threads
+
+
+class HalfStuck:
+    """One file doesn't answer."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_answer = threading.Event(), threading.Event()
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        if name == "stuck":
+            self.begun.set()
+            assert self.may_answer.wait(BOUND_S)
+        target[:] = bytes([7]) * len(target)
+
+
+def test_interrupts_end_it_while_a_buffer_is_read_though_targets_are_filled_beside_it(
+    request: pytest.FixtureRequest,
+) -> None:
+    source, ended = HalfStuck(), threading.Event()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code.co_filename != range_reader.__file__:
+            frame = frame.f_back
+        if frame is not None:
+            raise KeyboardInterrupt
+
+    def press() -> None:
+        assert source.begun.wait(BOUND_S)
+        while not ended.wait(0.01):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    usual = signal.signal(signal.SIGINT, interrupt)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, usual))
+    request.addfinalizer(source.may_answer.set)
+    presser = threading.Thread(target=press)
+    presser.start()
+    target = memoryview(bytearray(100))
+    reads = [
+        Read(Range("file", 0, 100), lambda _: None, target),
+        Read(Range("stuck", 0, 100), lambda _: None),
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        list(read_ranges(source, reads, threads=2, memory_bytes=1 << 20))
+    ended.set()
+    presser.join(BOUND_S)
 
 
 def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path, place: StorageDir) -> None:

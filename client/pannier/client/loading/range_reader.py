@@ -7,6 +7,7 @@ requests at the same time. Blocking; for one load.
 """
 
 import sys
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -119,10 +120,11 @@ class _Run:
     def requests(self) -> int:
         return -(-self.end // PIECE_BYTES) - self.offset // PIECE_BYTES
 
-    def start(self, pool: ThreadPoolExecutor, source: RangeSource) -> None:
+    def start(self, pool: ThreadPoolExecutor, source: RangeSource, direct: "_DirectReads") -> None:
+        read = source.read_into if self.reads[0].target is None else direct.read_into
         for start, end in self._cut():
             piece = self.memory[start - self.offset : end - self.offset]
-            self.pieces.append(pool.submit(source.read_into, self.file, start, piece))
+            self.pieces.append(pool.submit(read, self.file, start, piece))
 
     def wait(self, index: KeyIndex) -> None:
         """Returns when all of it was read. Raises StorageError."""
@@ -146,6 +148,34 @@ class _Run:
             (each, self.memory[each.range.offset - self.offset : each.range.end - self.offset])
             for each in self.reads
         ]
+
+
+class _DirectReads:
+    """Reads into the caller's memory, of which none is under way when it is closed."""
+
+    def __init__(self, source: RangeSource) -> None:
+        self._source = source
+        self._changed = threading.Condition()
+        self._count = 0
+        self._closed = False
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        with self._changed:
+            if self._closed:
+                raise StorageError(f"{name} isn't read any more")
+            self._count += 1
+        try:
+            self._source.read_into(name, offset, target)
+        finally:
+            with self._changed:
+                self._count -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Returns when no read is under way; none begins afterwards."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._count)
 
 
 class _Buffers:
@@ -196,12 +226,10 @@ def read_ranges(
     window: deque[_Run] = deque()
     buffers = _Buffers()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="pannier-read")
-
-    fills_targets = False
+    direct = _DirectReads(source)
 
     def fill() -> list[_Run]:
         """Takes what may be started. By the caller's thread: it may run the user's planner."""
-        nonlocal fills_targets
         first = len(window)
         held, requests = sum(r.buffered for r in window), sum(r.requests for r in window)
         while runs.has_next():
@@ -216,9 +244,8 @@ def read_ranges(
                 break
             target = run.reads[0].target
             if target is None:
-                run.memory = buffers.take(run.size, request_bytes(run.file))
-            else:
-                run.memory, fills_targets = target, True
+                target = buffers.take(run.size, request_bytes(run.file))
+            run.memory = target
             window.append(run)
             runs.take()
         return list(window)[first:]
@@ -229,7 +256,7 @@ def read_ranges(
         At most a part of the window, so that threads read while these are used.
         """
         for run in fresh:
-            run.start(pool, source)
+            run.start(pool, source, direct)
         done = 0
         for run in islice(window, threads):
             if done and not run.is_done():
@@ -252,25 +279,27 @@ def read_ranges(
         try:
             cancel()
         finally:
-            _end(pool, despite_interrupts=fills_targets)
+            _end(pool, direct)
 
 
-def _end(pool: ThreadPoolExecutor, *, despite_interrupts: bool) -> None:
-    """Ends the threads.
+def _end(pool: ThreadPoolExecutor, direct: _DirectReads | None = None) -> None:
+    """Ends the threads; an interrupt ends the wait for them.
 
     Args:
-        despite_interrupts: they write into the caller's memory: none does any more when this returns,
-            or raises what interrupted it.
+        direct: their reads into the caller's memory: none is under way any more when this returns, or
+            raises what interrupted it.
     """
     interrupt: BaseException | None = None
-    while True:
+    try:
+        aside(lambda: pool.shutdown(cancel_futures=True))
+    except BaseException as error:  # noqa: BLE001 - raised below
+        interrupt = error
+    while interrupt is not None and direct is not None:
         try:
-            aside(lambda: pool.shutdown(cancel_futures=True))
+            aside(direct.close)
             break
         except BaseException as error:  # noqa: BLE001 - raised below
             interrupt = error
-            if not despite_interrupts:
-                break
     if interrupt is not None:
         raise interrupt
 
@@ -285,7 +314,7 @@ def in_parallel(
     try:
         return aside(lambda: list(pool.map(function, values)))
     finally:
-        _end(pool, despite_interrupts=False)
+        _end(pool)
 
 
 class _Runs:
