@@ -22,9 +22,13 @@ RANK = int(os.environ["RANK"])
 SIGNAL = getattr(signal, os.environ["SIGNAL"])
 dist.init_process_group("gloo")
 client.latest(os.environ["ROOT"])
+store = dist.distributed_c10d._get_default_store()
+store.set(f"ready/{RANK}", "")
 
 def end(step):
     if RANK == int(os.environ["CULPRIT"]) and os.environ["STEP"] == step:
+        # It may be rank 0, which serves the store.
+        store.wait([f"ready/{rank}" for rank in range(dist.get_world_size())])
         os.kill(os.getpid(), SIGNAL)
 
 class Planner(DefaultLoadPlanner):
@@ -74,7 +78,9 @@ HOST = socket.gethostname()
         (2, "call", "SIGSTOP", 3, f"still waiting for rank 2 (host {HOST}, stopped) to call load"),
         (2, "plan", "SIGSTOP", 3, f"still waiting for rank 2 (host {HOST}, stopped) to plan"),
         # It serves the process group's store.
+        (0, "call", "SIGSTOP", 3, f"store, which rank 0 (host {HOST}, stopped) or its launcher"),
         (0, "plan", "SIGSTOP", 3, f"store, which rank 0 (host {HOST}, stopped) or its launcher"),
+        (0, "call", "SIGKILL", 300, f"store, which rank 0 (host {HOST}, ended) or its launcher"),
     ],
 )
 def test_a_rank_that_is_killed_or_stopped_is_named_on_all_others(

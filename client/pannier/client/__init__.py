@@ -289,6 +289,7 @@ def latest(
         PannierError: an earlier save failed and its error was not retrieved.
         StorageError: the root can't be read; on all ranks.
         DeadlineError: the first rank hasn't answered in time.
+        LoadError: the process group's store, which rank 0 or its launcher serves, doesn't answer.
         InvalidRequestError: ranks gave different roots.
         IntegrityError: the decision of the newest save is damaged, so that its order isn't known.
     """

@@ -2,7 +2,8 @@
 
 In: every rank registers itself in the default process group's store, at its first ``latest`` or ``load``.
 Out: texts such as ``rank 3 (host node-2)``. A rank that has not registered is known by the others that
-its launcher started on the same host. Blocking, as the store is; thread-safe.
+its launcher started on the same host. Blocking, as the store is, also for ever: to be called by
+:class:`~pannier.client.ranks.store_calls.StoreCalls`, unless said otherwise. Thread-safe.
 """
 
 import json
@@ -12,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -25,6 +27,10 @@ from pannier.wire.failures import ranks_text, shorten
 _PREFIX: Final = "pannier-hosts"
 _SHOWN: Final = 4
 """Hosts spelled out in a text."""
+
+
+_servers: Final[WeakKeyDictionary[Any, "RankRecord"]] = WeakKeyDictionary()
+"""Rank 0 of each default process group, which is to be named when its store doesn't answer."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +71,12 @@ class RankHosts:
     def register(self) -> None:
         """Lets the other ranks know where this one is, and looks up rank 0, which often serves the store."""
         self._store.set(str(self.rank), json.dumps(asdict(self.own)))
-        self._record(0)
+        if (server := self._record(0)) is not None and dist.group.WORLD is not None:
+            _servers[dist.group.WORLD] = server
 
     def server_text(self) -> str:
         """Which process serves the store, as far as that is known without it."""
-        known = self._known.get(0)
+        known = self._known_record(0)
         place = _place(self.known_host(0), _state(known) if known and self._is_seen(known) else "")
         return f"rank 0{place} or its launcher"
 
@@ -77,7 +84,8 @@ class RankHosts:
         """The host of a rank, without a look into the store; empty: not known."""
         if rank == self.rank or self.own.is_beside(rank):
             return self.own.host
-        return self._known[rank].host if rank in self._known else ""
+        known = self._known_record(rank)
+        return known.host if known is not None else ""
 
     def host(self, rank: int) -> str:
         """The host of a rank; empty: not known."""
@@ -124,6 +132,11 @@ class RankHosts:
         # this process started is from an earlier start.
         now = record.written_s > self.own.started_s - CLOCK_S
         return now and record.machine == self.own.machine
+
+    def _known_record(self, rank: int) -> RankRecord | None:
+        """Without a look into the store."""
+        server = _servers.get(dist.group.WORLD) if rank == 0 else None
+        return self._known.get(rank, server)
 
     def _record(self, rank: int) -> RankRecord | None:
         key = str(rank)
@@ -197,7 +210,5 @@ def _exists(pid: int) -> bool:
 
 
 def default_hosts() -> RankHosts:
-    """Of the default process group, with this process registered."""
-    hosts = RankHosts(dist.get_rank())
-    hosts.register()
-    return hosts
+    """Of the default process group; this process isn't registered yet."""
+    return RankHosts(dist.get_rank())

@@ -3,8 +3,7 @@
 In: each rank's arrival at a step, with a value. Out: one outcome per step, the same on all ranks: what one
 of them has put together of the values, or which rank failed, ended or didn't come in time, by name. The
 first outcome that is written counts; a rank that comes later gets it at once. Nothing blocks in the store:
-it is polled, since a blocking call would hold the connection that torch uses as well. Not thread-safe; each
-call is made in another thread, so that a store that doesn't answer can't block the caller.
+it is polled, since a blocking call would hold the connection that torch uses as well. Not thread-safe.
 """
 
 import pickle
@@ -16,28 +15,19 @@ from typing import Any, Final, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pannier.client.interrupts import Call, UnansweredError
-from pannier.client.ranks.load_error import LoadError
 from pannier.client.ranks.rank_hosts import RankHosts
+from pannier.client.ranks.store_calls import FIRST_POLL_S, POLL_SHARE, StoreCalls, StoreFailedError
 from pannier.client.torch_compat import Store
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
-from pannier.v1 import save_pb2
 from pannier.wire.failures import shorten
 
 T = TypeVar("T")
 
-_FIRST_POLL_S: Final = 0.0002
-_POLL_SHARE: Final = 0.1
-"""Of the time waited so far: the pause until the next look."""
 _NAMED: Final = 16
 """Missing ranks that are looked up."""
 _SHOWN: Final = 4
 """Missing ranks whose progress a text has."""
-
-
-class StoreFailedError(LoadError):
-    """The process group's store, which rank 0 or its launcher serves, doesn't answer."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +85,14 @@ class StoreBarrier:
         description: str,
         timeout_s: float,
     ) -> None:
-        self._description = description
+        self._calls = StoreCalls(hosts, description)
         # Any: its stubs know text alone, it takes bytes as well.
         self._store: Any = PrefixStore(f"pannier-{name}", store)
         self._ranks = list(ranks)
         self._hosts = hosts
         self._timeout_s = timeout_s
-        self._answered_at = time.monotonic()
-        self._turn = 0
-        """Counts calls: one that isn't the last was given up."""
         self._missing: Missing | None = None
-        # Counted in the store, which may outlive this process group.
-        self.number: Final = self._call(lambda _: self._store.add(f"calls/{hosts.rank}", 1))
+        self.number: Final = self._call(self._begin)
 
     @property
     def waiting_for(self) -> str:
@@ -139,7 +125,7 @@ class StoreBarrier:
             while not self._store.check([outcome]):
                 waited_s = time.monotonic() - began
                 lacking = self._lacking(step, self._ranks, 1)
-                if not lacking or waited_s >= grace_s or turn != self._turn:
+                if not lacking or waited_s >= grace_s or not self._calls.is_awaited(turn):
                     missing = self._look(step, self._ranks, waited_s) if lacking else None
                     self._settle(step, settle, self._ranks, missing)
                 time.sleep(timeouts.WAIT_LONGEST_POLL_S)
@@ -159,7 +145,7 @@ class StoreBarrier:
             if self._hosts.rank == 0:
                 deadline = Deadline(timeouts.CAUSES_S)
                 here = len(self._ranks) - len(self._lacking(step, self._ranks, len(self._ranks)))
-                while left < here and turn == self._turn and not deadline.passed:
+                while left < here and self._calls.is_awaited(turn) and not deadline.passed:
                     time.sleep(timeouts.WAIT_LONGEST_POLL_S)
                     left = self._store.add(self._key(step, "left"), 0)
 
@@ -202,32 +188,15 @@ class StoreBarrier:
         return f"{self.number}/{step.name}/{name}"
 
     def _call(self, function: Callable[[int], T], *, timeout_s: float | None = None) -> T:
-        """Runs ``function`` in another thread, which must show that the store answers."""
-        patience_s = self._timeout_s if timeout_s is None else timeout_s
-        self._turn = turn = self._turn + 1
-        self._answered_at = time.monotonic()
-        call = Call(lambda: function(turn))
-        try:
-            while True:
-                try:
-                    return call.result(timeouts.WAIT_LOOK_S)
-                except UnansweredError:
-                    if time.monotonic() - self._answered_at > patience_s:
-                        raise self._failed(f"has not answered for {patience_s:g} s") from None
-        except RuntimeError as error:  # torch's DistStoreError
-            raise self._failed(f"can't be used: {error}") from error
-        finally:
-            # An exception of a signal handler ends the wait, and so the thread's.
-            self._turn += 1
-
-    def _failed(self, why: str) -> StoreFailedError:
-        server = self._hosts.server_text()
-        text = f"the process group's store, which {server} serves, {why}"
-        kind = save_pb2.FAILURE_KIND_LOST
-        failure = save_pb2.Failure(rank=0, host=self._hosts.known_host(0), kind=kind, message=text)
-        return StoreFailedError(f"{self._description}: {text}", [failure])
+        return self._calls.run(function, self._timeout_s if timeout_s is None else timeout_s)
 
     # In the other thread.
+
+    def _begin(self, _: int) -> int:
+        self._hosts.register()
+        # Counted in the store, which may outlive this process group.
+        number: int = self._store.add(f"calls/{self._hosts.rank}", 1)
+        return number
 
     def _arrive(self, turn: int, step: Step, content: bytes, settle: Settle) -> Any:
         needed = self._ranks[:1] if step.is_by_first else self._ranks
@@ -240,10 +209,10 @@ class StoreBarrier:
         began = moved = time.monotonic()
         look_at = began + timeouts.WAIT_LOOK_S
         progress = ""
-        pause = _FIRST_POLL_S
+        pause = FIRST_POLL_S
         while not self._store.check([outcome]):
-            now = self._answered_at = time.monotonic()
-            if turn != self._turn:
+            now = time.monotonic()
+            if not self._calls.answered(turn):
                 raise StoreFailedError("the wait was given up")
             if now >= look_at or now - moved >= self._timeout_s:
                 missing = self._look(step, needed, now - began)
@@ -257,7 +226,7 @@ class StoreBarrier:
                 pause_s = max(timeouts.WAIT_LOOK_S, (now - began) / 4)
                 look_at = now + min(pause_s, timeouts.WAIT_LONGEST_LOOK_S)
             time.sleep(pause)
-            pause = max(_FIRST_POLL_S, _POLL_SHARE * (now - began))
+            pause = max(FIRST_POLL_S, POLL_SHARE * (now - began))
             pause = min(pause, timeouts.WAIT_LONGEST_POLL_S)
         self._missing = None
         return pickle.loads(self._store.get(outcome))
@@ -314,29 +283,3 @@ class StoreBarrier:
                 middle = len(part) // 2
                 parts += [part[middle:], part[:middle]]
         return found
-
-
-def await_key(store: Store, key: str, timeout_s: float) -> bytes | None:
-    """The value of a key once it has one; None after ``timeout_s`` seconds, also if the store doesn't answer.
-
-    Raises RuntimeError (torch's DistStoreError) when the store can't be used.
-    """
-    deadline = Deadline(timeout_s)
-    is_awaited = True
-
-    def poll() -> bytes | None:
-        began = time.monotonic()
-        while not store.check([key]):
-            if deadline.passed or not is_awaited:
-                return None
-            pause = max(_FIRST_POLL_S, _POLL_SHARE * (time.monotonic() - began))
-            time.sleep(min(pause, timeouts.WAIT_LONGEST_POLL_S))
-        value: bytes = store.get(key)
-        return value
-
-    try:
-        return Call(poll).result(timeout_s + timeouts.WAIT_LOOK_S)
-    except UnansweredError:
-        return None
-    finally:
-        is_awaited = False

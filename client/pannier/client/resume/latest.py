@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from pannier.client import torch_compat
 from pannier.client.config import check_timeout
@@ -21,7 +21,7 @@ from pannier.client.messages import wait_log
 from pannier.client.messages.call_errors import at_call
 from pannier.client.process_group import is_alone
 from pannier.client.ranks.rank_hosts import default_hosts
-from pannier.client.ranks.store_barrier import await_key
+from pannier.client.ranks.store_calls import StoreCalls
 from pannier.client.resume.ingested_saves import IngestedSaves
 from pannier.common import timeouts
 from pannier.common.locations import absolute
@@ -94,30 +94,33 @@ def _shared(
         )
     store = PrefixStore(_PREFIX, torch_compat.group_store(process_group))
     rank = dist.get_rank(process_group)
+    first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
     hosts = default_hosts()
-    # Counted in the store, which may outlive this process group.
-    key = str(store.add(f"calls/{rank}", 1))
+    calls = StoreCalls(hosts, f"latest below {root}")
+
+    def begin(_: int) -> tuple[str, str]:
+        hosts.register()
+        # Counted in the store, which may outlive this process group.
+        return str(store.add(f"calls/{rank}", 1)), hosts.text([first])
+
+    key, first_text = calls.run(begin, timeout)
     if rank == 0:
-        return _look_for_all(store, key, root, look)
+        found, answer, error = _look_for_all(root, look)
+        calls.run(lambda _: store.set(key, json.dumps(answer)), timeout)
+        if error is not None:
+            raise error
+        return found
     # After the call was counted: so the next call is in step also if this one raises.
     before()
-    first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
-    first_text = hosts.text([first])
-    problem: RuntimeError | None = None
-    content: bytes | None = None
-    try:
-        with wait_log.logged(
-            f"latest below {root}", lambda: f"{first_text} to list what is in storage"
-        ):
-            content = await_key(store, key, timeout)
-    except RuntimeError as error:  # torch's DistStoreError
-        problem = error
+    with wait_log.logged(
+        f"latest below {root}", lambda: f"{first_text} to list what is in storage"
+    ):
+        content = calls.await_key(store, key, timeout)
     if content is None:
         raise DeadlineError(
             f"waiting for {first_text}: after {timeout:g} s it has not reported the newest checkpoint "
             f"below {root}; does it call latest() as often as rank {dist.get_rank()}?"
-            + (f" ({problem})" if problem else "")
-        ) from problem
+        )
     answer = json.loads(content)
     if answer["root"] != root:
         raise InvalidRequestError(
@@ -131,13 +134,13 @@ def _shared(
     return latest_id
 
 
-def _look_for_all(store: Store, key: str, root: str, look: Callable[[], str | None]) -> str | None:
-    """Runs ``look``, and leaves its result or its error in the store for the other ranks."""
+def _look_for_all(
+    root: str, look: Callable[[], str | None]
+) -> tuple[str | None, dict[str, Any], PannierError | None]:
+    """The newest checkpoint, the answer to the other ranks, and this rank's error."""
     try:
         found = look()
     except PannierError as error:
-        store.set(key, json.dumps({"root": root, "error": str(error)}))
-        raise
-    answer = {"root": root, "latest": found, "incarnation": highest_incarnation.recall(root)}
-    store.set(key, json.dumps(answer))
-    return found
+        return None, {"root": root, "error": str(error)}, error
+    incarnation = highest_incarnation.recall(root)
+    return found, {"root": root, "latest": found, "incarnation": incarnation}, None
