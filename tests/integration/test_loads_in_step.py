@@ -24,6 +24,8 @@ def a_rank_that_never_calls_load_is_named_and_the_next_load_works() -> None:
     rank, place = dist.get_rank(), os.environ["PLACE"]
     state = {"w": torch.zeros(6)}
     at_end = rf"load of {place}: after \d+ s still waiting for rank 2 \(host .*\) to call load"
+    # All have imported what load needs.
+    dist.barrier()
     if rank == 2:
         dist.barrier()
     # The rank that is late learns at once that this load is over.
@@ -213,7 +215,66 @@ def a_rank_that_reads_on_is_waited_for_beyond_the_timeout() -> None:
     load({"w": torch.zeros(6)}, checkpoint_id=place)
 
 
+def latest_has_one_answer_in_time_and_stays_in_step() -> None:
+    import os
+    import time
+    from pathlib import Path
+
+    import pytest
+    import torch.distributed as dist
+
+    from pannier import client
+    from pannier.client.ranks.store_calls import StoreCalls
+    from pannier.client.resume.latest import latest
+    from pannier.common import timeouts
+
+    rank, place = dist.get_rank(), os.environ["PLACE"]
+    root = str(Path(place).parent)
+    waits = []
+
+    class Ingested:
+        def resume_here(self) -> None:
+            began = time.monotonic()
+            while time.monotonic() == began:
+                pass
+
+        def finish_newest(self, root: object, options: object, timeout_s: float) -> None:
+            waits.append(timeout_s)
+
+    def await_key(calls: StoreCalls, store: object, key: str, timeout_s: float) -> bytes | None:
+        waits.append(timeout_s)
+        return original(calls, store, key, timeout_s)
+
+    original = StoreCalls.await_key
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoreCalls, "await_key", await_key)
+        assert latest(root, include="ingested", timeout=100, ingested=Ingested()) == place
+    if rank == 0:
+        # What resume_here has left.
+        assert 0 < waits[0] < 100
+    else:
+        assert waits == [100 + timeouts.LATEST_S]
+    # A call counts also where its arguments are refused.
+    wrong = [{"include": "x"}, {"timeout": -1}, {"timeout": "1"}]
+    for arguments in wrong:
+        if rank == 0:
+            assert client.latest(root) == place
+        else:
+            with pytest.raises((client.InvalidRequestError, TypeError)):
+                client.latest(root, **arguments)
+    for arguments in wrong:
+        if rank == 0:
+            with pytest.raises((client.InvalidRequestError, TypeError)):
+                client.latest(root, **arguments)
+        else:
+            with pytest.raises(client.StorageError, match=r"include='x'|timeout=-1|TypeError"):
+                client.latest(root)
+    assert client.latest(place) is None
+    assert client.latest(root) == place
+
+
 SCENARIOS = (
+    (2, latest_has_one_answer_in_time_and_stays_in_step),
     (3, a_rank_that_never_calls_load_is_named_and_the_next_load_works),
     (3, what_raises_at_any_step_ends_the_load_on_all_ranks),
     (2, an_interrupt_on_one_rank_is_raised_there_and_named_elsewhere),

@@ -24,6 +24,7 @@ from pannier.client.ranks.rank_hosts import default_hosts
 from pannier.client.ranks.store_calls import StoreCalls
 from pannier.client.resume.ingested_saves import IngestedSaves
 from pannier.common import timeouts
+from pannier.common.deadline import Deadline
 from pannier.common.locations import absolute
 from pannier.wire.errors import DeadlineError, InvalidRequestError, PannierError, StorageError
 
@@ -48,36 +49,44 @@ def latest(
         ingested: finishes saves that aren't committed yet.
         before: called first; what it raises on the first rank is raised on all ranks.
     """
-    if include not in ("committed", "ingested"):
-        raise InvalidRequestError(f"include={include!r}: give 'committed' or 'ingested'")
     wanted = ingested if include == "ingested" else None
-    default_s = timeouts.LATEST_S if wanted is None else timeouts.INGESTED_S
-    timeout_s = default_s if timeout is None else check_timeout(timeout)
 
-    def look() -> str | None:
+    def check() -> float | None:
+        if include not in ("committed", "ingested"):
+            raise InvalidRequestError(f"include={include!r}: give 'committed' or 'ingested'")
+        absolute(root)
+        return None if timeout is None else check_timeout(timeout)
+
+    try:
+        given_s, place = check(), absolute(root)
+    except (InvalidRequestError, TypeError):
+        # Raised below, once the call is counted: so the next one is in step.
+        given_s, place = None, str(root)
+    look_s = given_s or timeouts.INGESTED_S
+
+    def prepare() -> None:
+        check()
         before()
         if wanted is not None:
             wanted.resume_here()
+
+    def look() -> str | None:
+        # The start of daemons takes of it.
+        deadline = Deadline(look_s)
+        prepare()
         # Before the listing: so that an incarnation that starts to save after it has a higher number.
         highest_incarnation.look(root, storage_options)
         if wanted is not None:
-            wanted.finish_newest(root, storage_options, timeout_s)
+            wanted.finish_newest(root, storage_options, deadline.remaining())
         with catalog.logged_list(root):
             found = catalog.newest(open_dir(root, storage_options))
         return found.checkpoint_id if found is not None else None
 
     if is_alone(no_dist):
         return look()
-
-    def prepare() -> None:
-        before()
-        if wanted is not None:
-            wanted.resume_here()
-
-    if wanted is not None:
-        # The first rank has its answer then.
-        timeout_s += timeouts.LATEST_S
-    return _shared(absolute(root), look, process_group, timeout_s, prepare)
+    # The others wait for longer than the first rank does.
+    answer_s = given_s or timeouts.LATEST_S if wanted is None else look_s + timeouts.LATEST_S
+    return _shared(place, look, process_group, answer_s, prepare)
 
 
 def _shared(
@@ -85,7 +94,7 @@ def _shared(
     look: Callable[[], str | None],
     process_group: Any,
     timeout: float,
-    before: Callable[[], None],
+    prepare: Callable[[], None],
 ) -> str | None:
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise InvalidRequestError(
@@ -105,13 +114,11 @@ def _shared(
 
     key, first_text = calls.run(begin, timeout)
     if rank == 0:
-        found, answer, error = _look_for_all(root, look)
-        calls.run(lambda _: store.set(key, json.dumps(answer)), timeout)
-        if error is not None:
-            raise error
-        return found
+        return _look_for_all(
+            root, look, lambda text: calls.run(lambda _: store.set(key, text), timeout)
+        )
     # After the call was counted: so the next call is in step also if this one raises.
-    before()
+    prepare()
     with wait_log.logged(
         f"latest below {root}", lambda: f"{first_text} to list what is in storage"
     ):
@@ -135,12 +142,15 @@ def _shared(
 
 
 def _look_for_all(
-    root: str, look: Callable[[], str | None]
-) -> tuple[str | None, dict[str, Any], PannierError | None]:
-    """The newest checkpoint, the answer to the other ranks, and this rank's error."""
+    root: str, look: Callable[[], str | None], send: Callable[[str], None]
+) -> str | None:
+    """Runs ``look``, and sends its result or its error to the other ranks."""
     try:
         found = look()
-    except PannierError as error:
-        return None, {"root": root, "error": str(error)}, error
+    except Exception as error:
+        text = str(error) if isinstance(error, PannierError) else f"{type(error).__name__}: {error}"
+        send(json.dumps({"root": root, "error": text}))
+        raise
     incarnation = highest_incarnation.recall(root)
-    return found, {"root": root, "latest": found, "incarnation": incarnation}, None
+    send(json.dumps({"root": root, "latest": found, "incarnation": incarnation}))
+    return found
