@@ -215,6 +215,40 @@ def a_rank_that_reads_on_is_waited_for_beyond_the_timeout() -> None:
     load({"w": torch.zeros(6)}, checkpoint_id=place)
 
 
+def loads_leave_as_many_keys_in_the_store_however_many_there_were() -> None:
+    import os
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    from pannier import client
+    from pannier.client.torch_compat import group_store
+
+    place, store = os.environ["PLACE"], group_store(None)
+
+    class Failing(DefaultLoadPlanner):
+        def create_local_plan(self) -> None:
+            raise ValueError("no plan")
+
+    def load_and_count() -> int:
+        client.load({"w": torch.zeros(6)}, checkpoint_id=place)
+        dist.barrier()
+        # Of all kinds of keys.
+        count: int = store.num_keys()
+        dist.barrier()
+        return count
+
+    counts = [load_and_count() for _ in range(3)]
+    for _ in range(3):
+        with pytest.raises(client.LoadError, match="no plan"):
+            client.load({"w": torch.zeros(6)}, checkpoint_id=place, planner=Failing())
+    counts += [load_and_count() for _ in range(2)]
+    # Barriers of torch may count in the store, too; a load has more than a dozen keys.
+    assert counts[-1] - counts[0] < 12, counts
+
+
 def latest_has_one_answer_in_time_and_stays_in_step() -> None:
     import os
     import time
@@ -274,6 +308,7 @@ def latest_has_one_answer_in_time_and_stays_in_step() -> None:
 
 
 SCENARIOS = (
+    (2, loads_leave_as_many_keys_in_the_store_however_many_there_were),
     (2, latest_has_one_answer_in_time_and_stays_in_step),
     (3, a_rank_that_never_calls_load_is_named_and_the_next_load_works),
     (3, what_raises_at_any_step_ends_the_load_on_all_ranks),

@@ -216,7 +216,10 @@ class LoadRanks:
         else:
             with self._waited(step):
                 outcome = self._barrier.arrive(step, value, settled)
-        return self._succeeded(outcome)
+        shared = self._succeeded(outcome)
+        if step is CALL and self._barrier is not None:
+            self._barrier.forget_previous(STEPS)
+        return shared
 
     def _succeeded(self, outcome: _Outcome) -> _Shared:
         if not isinstance(outcome, _Shared):

@@ -170,7 +170,7 @@ class StoreBarrier:
         return self._call(look, timeout_s=timeouts.ANSWER_SLACK_S)
 
     def forget_previous(self, steps: Sequence[Step]) -> None:
-        """Removes what the previous call has left; every rank has come to this one."""
+        """Removes what earlier calls have left; every rank has come to this one."""
         if self.number <= 1:
             return
         rank = self._hosts.rank
@@ -178,9 +178,15 @@ class StoreBarrier:
         names += [f"rank/{rank}", f"progress/{rank}"]
 
         def remove(_: int) -> None:
-            for step in steps:
-                for name in names:
-                    self._store.delete_key(f"{self.number - 1}/{step.name}/{name}")
+            # Calls that failed at their first step have removed nothing.
+            done: int = self._store.add(f"forgotten/{rank}", 0)
+            for number in range(done + 1, self.number):
+                for step in steps:
+                    for name in names:
+                        # A store may not have it. One that fails is noticed at the next step.
+                        with suppress(RuntimeError):
+                            self._store.delete_key(f"{number}/{step.name}/{name}")
+            self._store.add(f"forgotten/{rank}", self.number - 1 - done)
 
         self._call(remove)
 
