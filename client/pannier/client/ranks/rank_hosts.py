@@ -135,8 +135,10 @@ class RankHosts:
 
     def _known_record(self, rank: int) -> RankRecord | None:
         """Without a look into the store."""
-        server = _servers.get(dist.group.WORLD) if rank == 0 else None
-        return self._known.get(rank, server)
+        group = dist.group.WORLD
+        if rank or group is None or rank in self._known:
+            return self._known.get(rank)
+        return _servers.get(group)
 
     def _record(self, rank: int) -> RankRecord | None:
         key = str(rank)

@@ -214,7 +214,7 @@ class StoreBarrier:
             self._settle(step, settle, needed, None)
         began = moved = time.monotonic()
         look_at = began + timeouts.WAIT_LOOK_S
-        progress = ""
+        progress = repr({})
         pause = FIRST_POLL_S
         while not self._store.check([outcome]):
             now = time.monotonic()
