@@ -25,7 +25,9 @@ from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.ranks.load_error import LoadError
 from pannier.client.restore import sources
 from pannier.client.staging import archives
+from pannier.common import timeouts
 from pannier.wire.errors import IntegrityError, InvalidRequestError
+from support.actors.scripted_sidecar import wait_until
 from support.processes.stretch import BOUND_S
 from support.states.bits import bits, differences
 from support.states.plain import random_tensor, saved
@@ -260,6 +262,47 @@ def test_no_thread_writes_into_a_tensor_after_interrupts_have_ended_its_load(
     assert go_on.is_set()
     assert handled >= 3
     presser.join(BOUND_S)
+
+
+def test_an_interrupt_ends_a_load_that_waits_for_a_sidecar_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    dcp.save({"w": torch.ones(LARGE)}, checkpoint_id=tmp_path, no_dist=True)
+    made: list[SharedFiles] = []
+
+    class Waiting(SharedSources):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.files.wait = True
+            made.append(self.files)
+
+    monkeypatch.setattr(sources, "REMOTE_REQUEST_BYTES", 100)
+    monkeypatch.setattr(storage_reader, "Sources", Waiting)
+    # Only the interrupt ends the wait.
+    monkeypatch.setattr(timeouts, "FETCH_STALL_S", 10 * BOUND_S)
+    monkeypatch.setattr(timeouts, "FETCH_SLOW_S", 10 * BOUND_S)
+    ended = threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        if not ended.is_set():
+            ended.set()
+            raise KeyboardInterrupt
+
+    def press() -> None:
+        wait_until(lambda: made and made[0].pending)
+        while not ended.wait(0.02):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    usual = signal.signal(signal.SIGINT, interrupt)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, usual))
+    presser = threading.Thread(target=press)
+    presser.start()
+    got = torch.zeros(LARGE)
+    with pytest.raises((KeyboardInterrupt, LoadError)):
+        load({"w": got}, checkpoint_id=tmp_path)
+    presser.join(BOUND_S)
+    assert not any(each.name.startswith("pannier-read") for each in threading.enumerate())
+    assert torch.equal(got, torch.zeros(LARGE))
 
 
 @pytest.mark.usefixtures("request_bytes")
