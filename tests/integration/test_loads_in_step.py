@@ -26,21 +26,58 @@ def a_rank_that_never_calls_load_is_named_and_the_next_load_works() -> None:
     at_end = rf"load of {place}: after \d+ s still waiting for rank 2 \(host .*\) to call load"
     # All have imported what load needs.
     dist.barrier()
-    if rank == 2:
-        dist.barrier()
-    # The rank that is late learns at once that this load is over.
-    with pytest.raises(client.LoadError, match=at_end) as caught:
-        client.load(state, checkpoint_id=place, timeout=stretched(1.0))
-    assert [*caught.value.failures] == [2]
-    assert caught.value.failures[2].host == socket.gethostname()
-    assert caught.value.failures[2].kind == save_pb2.FAILURE_KIND_DEADLINE
-    del caught
     if rank != 2:
-        dist.barrier()
+        with pytest.raises(client.LoadError, match=at_end) as caught:
+            client.load(state, checkpoint_id=place, timeout=stretched(1.0))
+        assert [*caught.value.failures] == [2]
+        assert caught.value.failures[2].host == socket.gethostname()
+        assert caught.value.failures[2].kind == save_pb2.FAILURE_KIND_DEADLINE
+        del caught
+    dist.barrier()
+    if rank == 2:
+        # The load that it missed is over, and the others' next one is of another checkpoint.
+        with pytest.raises(client.LoadError, match=r"waiting for rank 2 \(host .*\) to call load"):
+            client.load(state, checkpoint_id=place + "-other", timeout=stretched(1.0))
     for _ in range(2):
         state = {"w": torch.zeros(6)}
         client.load(state, checkpoint_id=place)
         assert torch.equal(state["w"], torch.arange(6.0))
+
+
+def a_rank_that_left_loads_out_or_has_wrong_arguments_is_in_step_at_the_next_one() -> None:
+    import os
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    from pannier import client
+    from pannier.common import timeouts
+    from support.processes.stretch import stretched
+
+    rank, place = dist.get_rank(), os.environ["PLACE"]
+
+    def load(timeout: float = stretched(60.0)) -> None:
+        state = {"w": torch.zeros(6)}
+        client.load(state, checkpoint_id=place, timeout=timeout)
+        assert torch.equal(state["w"], torch.arange(6.0))
+
+    load()
+    for _ in range(2):
+        if rank == 0:
+            with pytest.raises(client.LoadError, match=r"waiting for rank 1 \(host .*\) to call"):
+                load(stretched(0.5))
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timeouts, "LOAD_REJOIN_S", stretched(60.0))
+        for _ in range(2):
+            load()
+            dist.barrier()
+    for culprit in range(2):
+        refused = rf"rank {culprit}: timeout=-1"
+        with pytest.raises(client.InvalidRequestError, match=refused):
+            load(-1.0 if rank == culprit else stretched(60.0))
+    load()
 
 
 def what_raises_at_any_step_ends_the_load_on_all_ranks() -> None:
@@ -146,6 +183,7 @@ def groups_and_single_ranks_load_beside_each_other() -> None:
     import torch.distributed as dist
 
     from pannier import client
+    from pannier.common import timeouts
     from support.processes.stretch import stretched
 
     rank, place = dist.get_rank(), os.environ["PLACE"]
@@ -162,12 +200,11 @@ def groups_and_single_ranks_load_beside_each_other() -> None:
     client.load(state, checkpoint_id=place, no_dist=True)
     assert torch.equal(state["w"], torch.arange(6.0))
     client.load({"w": torch.zeros(6)}, checkpoint_id=place)
-    if rank == 2:
-        # The load that it missed is over; then it is in step.
-        with pytest.raises(client.LoadError, match="to call load"):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timeouts, "LOAD_REJOIN_S", stretched(60.0))
+        # Rank 2 missed one, and joins the next.
+        if rank:
             client.load({"w": torch.zeros(6)}, checkpoint_id=place, process_group=pair)
-    if rank:
-        client.load({"w": torch.zeros(6)}, checkpoint_id=place, process_group=pair)
 
 
 def a_rank_that_reads_on_is_waited_for_beyond_the_timeout() -> None:
@@ -311,6 +348,7 @@ SCENARIOS = (
     (2, loads_leave_as_many_keys_in_the_store_however_many_there_were),
     (2, latest_has_one_answer_in_time_and_stays_in_step),
     (3, a_rank_that_never_calls_load_is_named_and_the_next_load_works),
+    (2, a_rank_that_left_loads_out_or_has_wrong_arguments_is_in_step_at_the_next_one),
     (3, what_raises_at_any_step_ends_the_load_on_all_ranks),
     (2, an_interrupt_on_one_rank_is_raised_there_and_named_elsewhere),
     (3, groups_and_single_ranks_load_beside_each_other),

@@ -156,6 +156,8 @@ FETCH_CLOSE_S: Final = 2.0 * SCALE
 """For the stream of fetched blocks to end with its load."""
 LOAD_S: Final = 600.0 * SCALE
 """For another rank of a load, as long as it shows no progress; unless the caller gives a time."""
+LOAD_REJOIN_S: Final = 5.0 * SCALE
+"""For the other ranks to load again, of a rank that comes to a load that they have given up."""
 WAIT_LOOK_S: Final = 1.0 * SCALE
 """First pause between two looks which ranks of a load are missing."""
 WAIT_LONGEST_LOOK_S: Final = 10.0 * SCALE

@@ -88,6 +88,8 @@ def load(
         )
 
     def make() -> StorageReader:
+        if timeout is not None:
+            check_timeout(timeout)
         before()
         reader = _reader(checkpoint_id, storage_reader)
         if verify:
@@ -97,7 +99,10 @@ def load(
         return reader
 
     named = _described(checkpoint_id, storage_reader)
-    timeout_s = timeouts.LOAD_S if timeout is None else check_timeout(timeout)
+    timeout_s = timeouts.LOAD_S
+    # A refused one is raised once the call is counted, on all ranks: so the next load is in step.
+    with contextlib.suppress(InvalidRequestError, TypeError):
+        timeout_s = timeout_s if timeout is None else check_timeout(timeout)
     ranks = LoadRanks(
         process_group,
         alone=alone,

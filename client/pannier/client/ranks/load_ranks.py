@@ -201,6 +201,10 @@ class LoadRanks:
     ) -> _Shared:
         """Comes to a step; raises its failure."""
         self._step = step
+        if step is CALL and self._barrier is not None:
+            self._barrier.catch_up(
+                CALL, lambda found: isinstance(found, Failed) and found.is_absence
+            )
         settled = self._settling(step, settle)
         try:
             value = make()

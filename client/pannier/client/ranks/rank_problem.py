@@ -70,6 +70,8 @@ class Failed:
     """By global rank."""
     message: str = ""
     """Instead of the problems' messages."""
+    is_absence: bool = False
+    """Whether ranks did not come, and none failed by itself."""
 
     def error(self, own: Mapping[int, BaseException]) -> PannierError:
         """The error to raise.
@@ -122,7 +124,7 @@ def failed_without(
     broken = sorted({each.message for each in problems.values()})
     if broken:
         message += f"; {shorten(broken, _SHOWN, separator='; ')}"
-    return Failed(absent, message)
+    return Failed(absent, message, is_absence=True)
 
 
 def _combined(

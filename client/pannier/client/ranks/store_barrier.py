@@ -67,7 +67,7 @@ class StoreBarrier:
         store: the group's.
         ranks: global ranks of the group.
         hosts: of all ranks.
-        name: of the kind of call; the n-th call of each rank belongs together.
+        name: of the kind of call; the n-th call of each rank belongs together, but for :meth:`catch_up`.
         description: of the call, for errors.
         timeout_s: how long other ranks are waited for at each step, as long as none of them shows progress.
 
@@ -92,12 +92,26 @@ class StoreBarrier:
         self._hosts = hosts
         self._timeout_s = timeout_s
         self._missing: Missing | None = None
-        self.number: Final = self._call(self._begin)
+        self._description = description
+        self.number = self._call(self._begin)
 
     @property
     def waiting_for(self) -> str:
         """The ranks that haven't come to the current step, with their hosts; empty: not looked up yet."""
         return "" if self._missing is None else self._missing.text
+
+    def catch_up(self, step: Step, is_late_for: Callable[[Any], bool]) -> None:
+        """Joins the group's newest call if the others have ended this one without this rank; else waits
+        a moment for one.
+
+        So a rank that left a call out, or came late, is in step again. It doesn't join a call with
+        another description: then the next call of this rank will be in step.
+
+        Args:
+            step: the first one.
+            is_late_for: whether its outcome is that ranks did not come.
+        """
+        self.number = self._call(lambda turn: self._newest(turn, step, is_late_for))
 
     def arrive(self, step: Step, value: Any, settle: Settle) -> Any:
         """Comes to a step with a value; returns its outcome, which one of the ranks settles.
@@ -119,7 +133,7 @@ class StoreBarrier:
 
         def end(turn: int) -> Any:
             self._store.set(self._key(step, f"rank/{self._hosts.rank}"), content)
-            self._store.add(self._key(step, "arrived"), 1)
+            self._count_arrival(step)
             outcome = self._key(step, "outcome")
             began = time.monotonic()
             while not self._store.check([outcome]):
@@ -174,7 +188,7 @@ class StoreBarrier:
         if self.number <= 1:
             return
         rank = self._hosts.rank
-        names = ["arrived", "outcome", "left"] if rank == self._ranks[0] else []
+        names = ["arrived", "description", "outcome", "left"] if rank == self._ranks[0] else []
         names += [f"rank/{rank}", f"progress/{rank}"]
 
         def remove(_: int) -> None:
@@ -204,13 +218,46 @@ class StoreBarrier:
         number: int = self._store.add(f"calls/{self._hosts.rank}", 1)
         return number
 
+    def _newest(self, turn: int, step: Step, is_late_for: Callable[[Any], bool]) -> int:
+        """The number of the call to which this rank is to come."""
+        number = self.number
+        deadline = Deadline(min(timeouts.LOAD_REJOIN_S, self._timeout_s))
+
+        def is_over() -> bool:
+            key = f"{number}/{step.name}/outcome"
+            if not self._store.check([key]):
+                return False
+            return number > self.number or is_late_for(pickle.loads(self._store.get(key)))
+
+        def has(key: str) -> bool:
+            """Waits for it to the deadline."""
+            while not self._store.check([key]):
+                if deadline.passed or not self._calls.answered(turn):
+                    return False
+                time.sleep(timeouts.WAIT_LONGEST_POLL_S)
+            return True
+
+        while (over := is_over()) and has(f"{number + 1}/{step.name}/arrived"):
+            number += 1
+        if number > self.number and not over:
+            key = f"{number}/{step.name}/description"
+            if not has(key) or self._store.get(key).decode() != self._description:
+                number -= 1
+        if number > self.number:
+            self._store.add(f"calls/{self._hosts.rank}", number - self.number)
+        return number
+
+    def _count_arrival(self, step: Step) -> int:
+        arrived: int = self._store.add(self._key(step, "arrived"), 1)
+        if arrived == 1:
+            self._store.set(self._key(step, "description"), self._description)
+        return arrived
+
     def _arrive(self, turn: int, step: Step, content: bytes, settle: Settle) -> Any:
         needed = self._ranks[:1] if step.is_by_first else self._ranks
         outcome = self._key(step, "outcome")
         self._store.set(self._key(step, f"rank/{self._hosts.rank}"), content)
-        if self._hosts.rank in needed and self._store.add(self._key(step, "arrived"), 1) >= len(
-            needed
-        ):
+        if self._hosts.rank in needed and self._count_arrival(step) >= len(needed):
             self._settle(step, settle, needed, None)
         began = moved = time.monotonic()
         look_at = began + timeouts.WAIT_LOOK_S
