@@ -21,15 +21,18 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from pannier.client.config import load_settings
 from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.metadata_reader import Generation
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.restore.block_table import LoadName
+from pannier.client.restore.host_copies import HostCopies, HostSurvey
 from pannier.client.restore.load_progress import LoadProgress
+from pannier.client.restore.load_sharing import LoadSharing
 from pannier.client.restore.local_file import LocalFile
 from pannier.client.restore.restore_plan import RankNeeds, RankPlan
 from pannier.client.restore.shared_blocks import BlockReader
-from pannier.v1 import records_pb2
+from pannier.v1 import records_pb2, restore_pb2
 from pannier.wire.errors import (
     ConfigurationError,
     IntegrityError,
@@ -37,6 +40,7 @@ from pannier.wire.errors import (
     PannierError,
     StorageError,
 )
+from support.processes.descriptors import opened
 from support.processes.stretch import BOUND_S
 from support.states.bits import differences
 from support.storage import checkpoints
@@ -140,6 +144,26 @@ def test_is_used_again_for_another_checkpoint(checkpoint: Path, tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore:The argument order of load has been changed")
+def test_after_a_load_of_several_ranks_the_spool_may_use_its_files_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = tmp_path / "a file of the spool"
+    spool.write_bytes(b"some")
+    located = restore_pb2.LocatedFile(file=records_pb2.DataFile(name="f", size=4))
+    # Not referred to by the test itself.
+    held = [HostSurvey(files={"f": LocalFile(located, os.open(spool, os.O_RDONLY))})]
+    monkeypatch.setattr(HostCopies, "survey", lambda *_: held.pop())
+    reader, sharing = StorageReader(checkpoint), LoadSharing(load_settings)
+    reader.use_sidecars(sharing, together=True)
+    sharing.survey(
+        LoadName("load", str(checkpoint), "attempt", 0), Metadata({}, storage_data={}), []
+    )
+    assert str(spool) in opened()
+    # A user may keep the reader.
+    reader.release()
+    assert str(spool) not in opened()
+
+
 def test_dcp_load_takes_it_by_position(checkpoint: Path) -> None:
     got = blank(make_state())
     dcp.load(got, StorageReader(checkpoint), no_dist=True)
@@ -436,6 +460,9 @@ class Sharing:
     def open_blocks(self, plan: RankPlan, progress: LoadProgress) -> BlockReader | None:
         self.opened.append(plan)
         return None
+
+    def close(self) -> None:
+        self.local_files.clear()
 
 
 def test_what_ranks_share_travels_with_their_plans_and_is_not_missed_where_a_planner_drops_it(

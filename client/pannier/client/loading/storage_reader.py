@@ -173,9 +173,15 @@ class StorageReader(storage.StorageReader):
         return self._progress.text()
 
     def release(self) -> None:
-        """Ends the lease: the files may be removed when the checkpoint is replaced."""
-        if self._sources is not None:
-            self._sources.close()
+        """Ends the lease: the files may be removed when the checkpoint is replaced.
+
+        The spool may use the files again that were read there.
+        """
+        sources, self._sources = self._sources, None
+        if sources is not None:
+            sources.close()
+        if self._sharing is not None:
+            self._sharing.close()
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()

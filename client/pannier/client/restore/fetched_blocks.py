@@ -111,11 +111,13 @@ class FetchedBlocks:
         return wanted
 
     def close(self) -> None:
-        """Ends the stream, which releases all blocks."""
+        """Ends the stream, which releases all blocks, and the memory."""
         self._fail(UnavailableError("the load has ended"))
         if self._thread is not None:
             self._thread.join(timeouts.FETCH_CLOSE_S)
         self._channel.close()
+        with self._lock:
+            self._memory = None
 
     def done(self, number: int) -> None:
         """The block with this id was copied, or isn't needed."""
@@ -144,7 +146,7 @@ class FetchedBlocks:
                     self._messages += 1
                     kind = response.WhichOneof("response")
                     if kind == "memory":
-                        self._memory = self._open_memory(response.memory)
+                        self._keep(self._open_memory(response.memory))
                     elif kind == "block":
                         self._answer(response.block)
             except grpc.RpcError as error:
@@ -185,8 +187,14 @@ class FetchedBlocks:
             raise UnavailableError(f"the sidecar did not pass its memory: {error}") from error
         return _Memory(fd)
 
+    def _keep(self, memory: "_Memory") -> None:
+        with self._lock:
+            if self._error is None:
+                self._memory = memory
+
     def _answer(self, block: restore_pb2.FetchedBlock) -> None:
         with self._lock:
+            memory = self._memory
             shared, wanted = self._pending.pop(block.id, (None, None))
         if shared is None or wanted is None:
             return
@@ -195,12 +203,12 @@ class FetchedBlocks:
         )
         if block.error:
             wanted.set_exception(UnavailableError(block.error))
-        elif self._memory is None:
+        elif memory is None:
             wanted.set_exception(UnavailableError("the sidecar passed no memory"))
         else:
             own = self._table.hosts[self._table.own or 0].name
             source = own if block.kept else block.source or BUCKET
-            wanted.set_result(_FetchedBlock(self, self._memory, shared, block, source))
+            wanted.set_result(_FetchedBlock(self, memory, shared, block, source))
 
     def _fail(self, error: PannierError) -> None:
         with self._lock:

@@ -103,6 +103,10 @@ class LoadSharing:
         records = {} if not names else _records(directory, attempt, names)
         return plan_restore(needs, records)
 
+    def close(self) -> None:
+        """Lets go of the files in the spool."""
+        self._survey.files.clear()
+
     def open_blocks(self, plan: RankPlan, progress: LoadProgress) -> BlockReader | None:
         """What takes the blocks of this rank's plan through sidecars; None: nothing can."""
         try:

@@ -75,6 +75,9 @@ class Sharing(Protocol):
     def open_blocks(self, plan: RankPlan, progress: LoadProgress) -> BlockReader | None:
         """What takes the rank's blocks through sidecars; None: nothing can."""
 
+    def close(self) -> None:
+        """Lets go of :attr:`local_files`."""
+
 
 class Sources:
     """Reads the data files of one checkpoint.
