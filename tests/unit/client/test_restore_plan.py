@@ -1,6 +1,7 @@
 """Who reads which block from where."""
 
 import pickle
+import sys
 from array import array
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -159,6 +160,26 @@ def test_a_plan_of_many_ranks_is_small_and_made_soon() -> None:
     plans = plan_restore(needs, {name: record(name, size) for name, size in sizes.items()})
     assert len(pickle.dumps(needs[0])) < 10_000
     assert len(pickle.dumps(plans[0])) < 100_000
+
+
+def test_the_work_of_the_plan_grows_as_the_number_of_hosts_does() -> None:
+    def calls(hosts: int) -> int:
+        needs = [RankNeeds(rank, host(rank), spans=whole(f=64 * MIB)) for rank in range(hosts)]
+        found = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal found
+            found += 1
+
+        usual = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            plan_restore(needs, {"f": record("f", 64 * MIB)})
+        finally:
+            sys.setprofile(usual)
+        return found
+
+    assert calls(200) < 5 * calls(50)
 
 
 @st.composite

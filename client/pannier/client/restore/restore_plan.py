@@ -241,6 +241,7 @@ class _Planner:
         shared = demand.total > (0 if holders else demand.sizes)
         owners = self._owners(demand, shared, weighed=not holders)
         serialised = record.SerializeToString()
+        at_owner = demand.at_owner(owners)
         columns: dict[tuple[bytes, int | None], SharedFile] = {}
         for spans, positions in by_spans.items():
             needed = demand.of(self._needs[positions[0]].spans[record.name]) > 0
@@ -252,6 +253,7 @@ class _Planner:
                         tuple(each for each in holders if each != own),
                         own,
                         owners,
+                        at_owner,
                         needed & shared,
                     )
                 if columns[spans, own].blocks:
@@ -313,12 +315,21 @@ class _Demand:
         """The hosts that need a block, ascending."""
         return sorted(host for host, readers in self._readers.items() if readers[block])
 
+    def at_owner(self, owners: _Counts) -> _Counts:
+        """How often each block is read at its owner: by the owner's own ranks, and by each other host or
+        visitor once."""
+        found = self.visitors.copy()
+        for host, readers in self._readers.items():
+            found += np.where(owners == host, readers, readers > 0)
+        return found
+
     def file(
         self,
         record: bytes,
         holders: tuple[int, ...],
         own: int | None,
         owners: _Counts,
+        at_owner: _Counts,
         mask: npt.NDArray[np.bool_],
     ) -> SharedFile:
         """The columns for the ranks of a host that need the blocks of ``mask``."""
@@ -327,14 +338,6 @@ class _Demand:
             # Without an owner, a host's ranks gain by it only together, and one that asks peers can't.
             mask = mask & ((owners != _NO_OWNER) | (here > 1))
         blocks = np.flatnonzero(mask)
-        everywhere = self.visitors + sum(
-            ((readers > 0).astype(np.int64) for readers in self._readers.values()),
-            np.zeros_like(self.visitors),
-        )
-        # The owner's own ranks, and each other host or visitor once.
-        at_owner = everywhere - 1
-        for host, readers in self._readers.items():
-            at_owner = at_owner + np.where(owners == host, readers, 0)
         is_owner = owners == own if own is not None else np.zeros_like(mask)
         return SharedFile(
             record,
