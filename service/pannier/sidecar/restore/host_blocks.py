@@ -7,7 +7,7 @@ loads that a rank of this host takes part in. On the event loop.
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -247,7 +247,9 @@ class HostBlocks:
         reader = f"host {request.host}"
         return self._request(request, [], offset, size, request.readers, reader)
 
-    def read_spool(self, request: restore_pb2.ReadBlockRequest) -> AsyncIterator[bytes] | None:
+    def read_spool(
+        self, request: restore_pb2.ReadBlockRequest
+    ) -> AsyncGenerator[bytes, None] | None:
         """A block of a local copy, in pieces; None: its file isn't here. Raises InvalidRequestError."""
         if self.copies.find(request.attempt, request.file) is None:
             return None

@@ -6,7 +6,7 @@ descriptor's lock keeps the file from another owner. On the event loop, with rea
 """
 
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Final
 
 from pannier.sidecar.restore.block_cache import block_threads
@@ -43,7 +43,7 @@ class SpoolBlock:
     def failed(self, error: PannierError | None) -> None:
         """Nothing: the local copy's own checks report what is wrong with it."""
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
         """The block's bytes. Raises NotFoundError, IntegrityError, StorageError."""
         file = self._copies.find(self._attempt, self._name)
         if file is None or self._offset + self._size > file.file.size:

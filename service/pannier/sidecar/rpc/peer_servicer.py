@@ -1,35 +1,33 @@
 """The methods of ``pannier.v1.Peer``, for the sidecars of other hosts.
 
 In: requests for blocks. Out: their bytes, in pieces, from this host's spool, or from the memory of fetched
-blocks; errors become statuses in :mod:`pannier.daemon.interceptors`. On the event loop.
+blocks; errors become statuses in :mod:`pannier.daemon.interceptors`. Some blocks are sent at a time; the other
+calls wait for their turn, with signs of life. On the event loop.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
-from typing import Any, Final
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any, Final, TypeVar
 
 import crc32c
 import grpc
 
 from pannier.common import timeouts
-from pannier.sidecar.restore.block_cache import BlockRequest
+from pannier.sidecar.restore.block_cache import Held
 from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.restore.spool_blocks import PIECE_BYTES
+from pannier.sidecar.rpc.send_turns import SendTurns
 from pannier.storage import NotFoundError
 from pannier.v1 import restore_pb2, restore_pb2_grpc
 from pannier.wire import limits
 from pannier.wire.errors import IntegrityError, StorageError
 
+T = TypeVar("T")
+
 NAME: Final = "pannier.v1.Peer"
 LIMITS: Final = {f"/{NAME}/ReadBlock": 1024}
 """Calls at a time."""
-
-
-_SENDERS: Final = 16
-"""Calls that send at a time: each has a piece or two in memory."""
-
-Responses = AsyncGenerator[restore_pb2.ReadBlockResponse, None]
 
 
 class PeerServicer(restore_pb2_grpc.PeerServicer):
@@ -37,18 +35,20 @@ class PeerServicer(restore_pb2_grpc.PeerServicer):
 
     def __init__(self, blocks: HostBlocks) -> None:
         self._blocks = blocks
-        self._senders = asyncio.Semaphore(_SENDERS)
+        self._turns = SendTurns()
 
-    async def ReadBlock(self, request: restore_pb2.ReadBlockRequest, context: Any) -> Responses:
+    async def ReadBlock(
+        self, request: restore_pb2.ReadBlockRequest, context: Any
+    ) -> AsyncIterator[restore_pb2.ReadBlockResponse]:
         """Sends a block."""
         limits.check_read_block(request)
         self._blocks.check_peer(request)
         sent = False
         try:
-            async with aclosing(self._in_turn(self._from_spool(request))) as responses:
+            async with aclosing(self._from_spool(request)) as responses:
                 async for response in responses:
-                    yield response
                     sent = sent or bool(response.data)
+                    yield response
             return
         except NotFoundError as error:
             if request.spool_only:
@@ -58,73 +58,113 @@ class PeerServicer(restore_pb2_grpc.PeerServicer):
         except (IntegrityError, StorageError):
             if request.spool_only or sent:
                 raise
-        block = self._blocks.request_for_peer(request)
-        try:
-            async with aclosing(_alive_until(block.arrive())) as responses:
-                async for response in responses:
-                    yield response
-            async with aclosing(self._in_turn(self._from_memory(block))) as responses:
-                async for response in responses:
-                    yield response
-        finally:
-            block.release()
+        async with aclosing(self._fetched(request)) as responses:
+            async for response in responses:
+                yield response
 
-    async def _in_turn(self, responses: Responses) -> Responses:
-        """The responses, once few enough calls send; a peer that doesn't receive loses its turn."""
-        task = asyncio.current_task()
-        assert task is not None
-        stuck: asyncio.TimerHandle | None = None
-        turn = asyncio.ensure_future(self._senders.acquire())
-        try:
-            async with aclosing(_alive_until(turn)) as signs:
-                async for sign in signs:
-                    yield sign
-            stuck = asyncio.get_running_loop().call_later(timeouts.BLOCK_SEND_S, task.cancel)
-            async with aclosing(responses):
-                async for response in responses:
-                    yield response
-        finally:
-            if stuck is not None:
-                stuck.cancel()
-            if turn.done() and not turn.cancelled():
-                self._senders.release()
-            turn.cancel()
-
-    async def _from_spool(self, request: restore_pb2.ReadBlockRequest) -> Responses:
+    async def _from_spool(
+        self, request: restore_pb2.ReadBlockRequest
+    ) -> AsyncGenerator[restore_pb2.ReadBlockResponse, None]:
         """Raises NotFoundError, IntegrityError, StorageError."""
         pieces = self._blocks.read_spool(request)
         if pieces is None:
             raise NotFoundError(f"{request.file} isn't in the spool of {self._blocks.host}")
         crc = size = 0
-        last = b""
-        async for piece in pieces:
-            if last:
-                yield restore_pb2.ReadBlockResponse(data=last)
-            last = piece
-            crc, size = crc32c.crc32c(piece, crc), size + len(piece)
-        yield restore_pb2.ReadBlockResponse(data=last, crc32c=crc)
+        last: bytes | None = None
+        async with aclosing(pieces), self._turn(request.host) as turn:
+            async for response in _signs_of_life(turn):
+                yield response
+            with _bounded():
+                while True:
+                    async with _running(anext(pieces, None)) as reading:
+                        async for response in _signs_of_life(reading):
+                            yield response
+                        piece = reading.result()
+                    if piece is None:
+                        break
+                    if last is not None:
+                        yield restore_pb2.ReadBlockResponse(data=last)
+                    last = piece
+                    crc, size = crc32c.crc32c(piece, crc), size + len(piece)
+                yield restore_pb2.ReadBlockResponse(data=last or b"", crc32c=crc)
         self._blocks.sent += size
 
-    async def _from_memory(self, block: BlockRequest) -> Responses:
-        while (held := block.hold()) is None:
-            await block.arrive()
+    async def _fetched(
+        self, request: restore_pb2.ReadBlockRequest
+    ) -> AsyncGenerator[restore_pb2.ReadBlockResponse, None]:
+        """From the memory of fetched blocks. Raises PannierError."""
+        block = self._blocks.request_for_peer(request)
+        try:
+            # No turn for what isn't here yet.
+            async with _running(block.arrive()) as arriving:
+                async for response in _signs_of_life(arriving):
+                    yield response
+                arriving.result()
+            async with self._turn(request.host) as turn:
+                async for response in _signs_of_life(turn):
+                    yield response
+                while (held := block.hold()) is None:
+                    # It was evicted meanwhile.
+                    async with _running(block.arrive()) as arriving:
+                        async for response in _signs_of_life(arriving):
+                            yield response
+                        arriving.result()
+                with _bounded():
+                    for response in self._pieces(held):
+                        yield response
+            self._blocks.sent += held.size
+        finally:
+            block.release()
+
+    def _pieces(self, held: Held) -> Iterator[restore_pb2.ReadBlockResponse]:
         for start in range(0, held.size, PIECE_BYTES):
             count = min(PIECE_BYTES, held.size - start)
-            data = self._blocks.cache.memory.read(held.slot, start, count)
-            response = restore_pb2.ReadBlockResponse(data=data)
+            response = restore_pb2.ReadBlockResponse(
+                data=self._blocks.cache.memory.read(held.slot, start, count)
+            )
             if start + count == held.size:
                 response.crc32c = held.fetched.crc32c
                 response.from_storage = not held.kept and not held.fetched.source
             yield response
-        self._blocks.sent += held.size
+
+    @asynccontextmanager
+    async def _turn(self, host: str) -> "AsyncIterator[asyncio.Future[None]]":
+        turn = self._turns.take(host)
+        try:
+            yield turn
+        finally:
+            self._turns.give(host, turn)
 
 
-async def _alive_until(work: Awaitable[object]) -> Responses:
-    """Signs of life until ``work`` is done. Raises what it raises."""
-    future = asyncio.ensure_future(work)
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Ends the call of a peer that doesn't receive: it keeps a turn, and memory."""
+    task = asyncio.current_task()
+    assert task is not None
+    timer = asyncio.get_running_loop().call_later(timeouts.BLOCK_SEND_S, task.cancel)
     try:
-        while not (await asyncio.wait({future}, timeout=timeouts.BLOCK_ALIVE_S))[0]:
-            yield restore_pb2.ReadBlockResponse()
-        future.result()
+        yield
     finally:
-        future.cancel()
+        timer.cancel()
+
+
+@asynccontextmanager
+async def _running(awaited: Awaitable[T]) -> "AsyncIterator[asyncio.Future[T]]":
+    """A task that has ended when the context has."""
+    task = asyncio.ensure_future(awaited)
+    try:
+        yield task
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _signs_of_life(
+    awaited: "asyncio.Future[Any]",
+) -> AsyncIterator[restore_pb2.ReadBlockResponse]:
+    """Empty responses until it is done."""
+    while not awaited.done():
+        await asyncio.wait({awaited}, timeout=timeouts.BLOCK_ALIVE_S)
+        if not awaited.done():
+            yield restore_pb2.ReadBlockResponse()
