@@ -38,6 +38,8 @@ TRANSPORT_PING_TIMEOUT_S: Final = 3.0 * SCALE
 
 # Until a process that went away counts as dead
 
+LOAD_RETURN_S: Final = 5.0 * SCALE
+"""For a rank whose stream of reports about its load broke to report again."""
 TRAINER_RETURN_S: Final = 1.5 * SCALE
 """For a trainer whose stream broke to connect again."""
 REMOTE_TRAINER_RETURN_S: Final = 10.0 * SCALE
@@ -140,8 +142,8 @@ LOAD_REPORT_BEGIN_S: Final = 0.5 * SCALE
 """Until a load is first reported: of a shorter one its end alone."""
 LOAD_REPORT_S: Final = 1.0 * SCALE
 """Between two reports of a running load."""
-LOAD_REPORT_AGAIN_S: Final = 1.0 * SCALE
-"""After a stream of reports that broke."""
+LOAD_REPORT_AGAIN_S: Final = 0.2 * SCALE
+"""First pause after a stream of reports that broke; then it doubles, up to LOAD_REPORT_S."""
 LOAD_REPORT_END_S: Final = 0.25 * SCALE
 """How long a load that has ended waits for the sidecar to take that report."""
 FETCH_POLL_S: Final = 0.25 * SCALE

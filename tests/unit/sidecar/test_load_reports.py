@@ -56,7 +56,7 @@ def test_a_stream_that_ends_before_its_load_is_a_dead_process_unless_it_comes_ba
         second = Stream(rank())
         following = asyncio.ensure_future(reports.follow(second.__aiter__()))
         assert reports.idle_s() >= 0
-        await asyncio.sleep(3 * timeouts.TRAINER_RETURN_S)
+        await asyncio.sleep(3 * timeouts.LOAD_RETURN_S)
         assert reports.idle_s() == 0
         assert registry.get("load-x").state == LOADING
         second.end()
@@ -70,10 +70,10 @@ def test_a_stream_that_ends_before_its_load_is_a_dead_process_unless_it_comes_ba
         ended = Stream(other(load="y", phase=LOADED))
         ended.end()
         await reports.follow(ended.__aiter__())
-        await asyncio.sleep(2 * timeouts.TRAINER_RETURN_S)
+        await asyncio.sleep(2 * timeouts.LOAD_RETURN_S)
         assert registry.get("load-y").state == load_status_pb2.LOAD_STATE_LOADED
 
-    monkeypatch.setattr(timeouts, "TRAINER_RETURN_S", 0.05)
+    monkeypatch.setattr(timeouts, "LOAD_RETURN_S", 0.05)
     asyncio.run(main())
 
 

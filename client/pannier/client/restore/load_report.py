@@ -131,12 +131,14 @@ class _Stream:
 
     def run(self) -> None:
         """Reports until the load has ended, and its end."""
+        pause = timeouts.LOAD_REPORT_AGAIN_S
         try:
             while not self._report():
-                if self._ended.wait(timeouts.LOAD_REPORT_AGAIN_S):
+                if self._ended.wait(pause):
                     # The sidecar counts a rank whose stream ended as dead, if nothing follows.
                     self._report()
                     return
+                pause = min(2 * pause, timeouts.LOAD_REPORT_S)
         finally:
             self._channel.close()
 

@@ -112,7 +112,7 @@ class LoadReports:
         if not self._streams[call]:
             del self._streams[call]
             self._idle_since = time.monotonic()
-            asyncio.get_running_loop().call_later(timeouts.TRAINER_RETURN_S, self._lose, call)
+            asyncio.get_running_loop().call_later(timeouts.LOAD_RETURN_S, self._lose, call)
 
     def _lose(self, call: str) -> None:
         if call not in self._streams:
