@@ -144,6 +144,48 @@ def test_a_rank_that_begins_another_load_has_left_the_former_one(clock: Clock) -
     assert len(loads.list()) == 3
 
 
+def test_a_load_has_ended_when_all_hosts_have_reported_their_ranks(clock: Clock) -> None:
+    loads = LoadRegistry(sees_all=True)
+    first, second = ReportingRank(0, "a"), ReportingRank(1, "b")
+    loads.apply(first(load="x", phase=LOADED))
+    status = loads.get("load-x")
+    assert (status.state, status.waiting_on.text) == (LOADING, "rank 1 to be reported")
+    assert not loads.ended
+    loads.apply(second(load="x", phase=LOADED))
+    assert loads.get("load-x").state == DONE
+    assert loads.ended == {DONE: 1}
+    # The other host has no sidecar.
+    loads.apply(ReportingRank(0, "c")(load="y", phase=LOADED))
+    loads._check()
+    assert loads.get("load-y").state == LOADING
+    clock.seconds += timeouts.LOAD_LOST_S + 1
+    loads._check()
+    assert loads.get("load-y").state == DONE
+    assert loads.ended == {DONE: 2}
+
+
+def test_a_rank_may_begin_its_next_load_before_others_have_reported_the_end_of_the_former_one(
+    clock: Clock,
+) -> None:
+    loads = LoadRegistry()
+    first, second = ReportingRank(0, "a"), ReportingRank(1, "b")
+    loads.apply(first(load="model", phase=READING))
+    loads.apply(second(load="model", phase=READING))
+    loads.apply(first(phase=LOADED))
+    third = ReportingRank(0, "c")
+    loads.apply(third())
+    assert loads.get("load-model").state == LOADING
+    loads.apply(third(load="optim"))
+    loads.apply(second(phase=LOADED))
+    loads.apply(ReportingRank(1, "d")(load="optim", phase=LOADED))
+    loads.apply(third(phase=LOADED))
+    assert {each.id: each.state for each in loads.list()} == {
+        "load-model": DONE,
+        "load-optim": DONE,
+    }
+    assert loads.ended == {DONE: 2}
+
+
 def test_ids_tell_loads_apart_that_the_group_does_not(clock: Clock) -> None:
     loads = LoadRegistry()
     first, second = ReportingRank(0, "a"), ReportingRank(1, "b")

@@ -113,6 +113,10 @@ class LoadRegistry(Notifier):
                 continue
             if _has_room(load, rank):
                 return load
+            if load.load_id:
+                # Other ranks may only report its end later than this one began the next; the
+                # end of a dead rank is seen by its stream.
+                continue
             # A rank is in one load at a time: the processes of that one have ended.
             load.superseded = True
             self._update(load)
@@ -173,6 +177,9 @@ class LoadRegistry(Notifier):
                         rank.call,
                         f"was last seen {rank.unseen_s:.0f} s ago: the host or its sidecar is down",
                     )
+            if load.ended_at is None and load.unreported_s > timeouts.LOAD_LOST_S:
+                load.all_reported = True
+                self._update(load)
 
     # Out.
 

@@ -94,6 +94,8 @@ class Load:
         """By rank."""
         self.superseded = False
         """One of its ranks has begun another load."""
+        self.all_reported = False
+        """No host is expected to report further ranks."""
         self.ended_at: float | None = None
         """When it was first seen to have ended, on the monotonic clock."""
         self.group_ranks: tuple[int, ...] = ()
@@ -134,9 +136,20 @@ class Load:
         phases = {rank.phase for rank in self.ranks.values()}
         if FAILED in phases or (self.superseded and phases != {LOADED}):
             return load_status_pb2.LOAD_STATE_FAILED
-        if phases == {LOADED}:
+        if phases == {LOADED} and not self._awaits_reports:
             return load_status_pb2.LOAD_STATE_LOADED
         return load_status_pb2.LOAD_STATE_LOADING
+
+    @property
+    def _awaits_reports(self) -> bool:
+        """Whether other hosts may still report ranks of the group."""
+        return self._sees_all and not self.all_reported and not {*self.group_ranks} <= {*self.ranks}
+
+    @property
+    def unreported_s(self) -> float:
+        """Seconds since a report about one of its ranks last came."""
+        newest = max((rank.reported_at for rank in self.ranks.values()), default=0.0)
+        return observer_clock.now() - newest
 
     @property
     def ended(self) -> bool:
@@ -188,6 +201,9 @@ class Load:
             # A rank that waits itself may know the hosts of those.
             named = next((each.waiting_for for each in ranks if "rank" in each.waiting_for), "")
             text = named or f"{ranks_text(missing)} to call load"
+            return save_pb2.WaitingOn(ranks=missing, text=text)
+        if missing and self._awaits_reports and all(each.phase == LOADED for each in ranks):
+            text = f"{ranks_text(missing)} to be reported"
             return save_pb2.WaitingOn(ranks=missing, text=text)
         text = next((each.waiting_for for each in ranks if each.waiting_for), "")
         return save_pb2.WaitingOn(text=text)
