@@ -146,6 +146,8 @@ LOAD_REPORT_AGAIN_S: Final = 0.2 * SCALE
 """First pause after a stream of reports that broke; then it doubles, up to LOAD_REPORT_S."""
 LOAD_REPORT_END_S: Final = 0.25 * SCALE
 """How long a load that has ended waits for the sidecar to take that report."""
+LOAD_REPORT_LAST_S: Final = 10.0 * SCALE
+"""How long after it that report is tried in the background."""
 FETCH_POLL_S: Final = 0.25 * SCALE
 """Between two looks whether a block that a load waits for is still on its way."""
 FETCH_STALL_S: Final = 3.0 * SCALE

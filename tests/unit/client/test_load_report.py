@@ -1,7 +1,7 @@
 """What a rank counts of its load, and how it reports that to a sidecar that answers, refuses, or restarts."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from pannier.client.config import Settings, load_settings
-from pannier.client.restore import load_progress
+from pannier.client.restore import load_progress, load_report
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import BUCKET, OWN_SPOOL
@@ -152,6 +152,37 @@ def test_a_sidecar_that_takes_no_reports_is_asked_once(
     with LoadReporter(lambda: settings).reporting(progress):
         until(lambda: len(recording.streams), bool)
     assert len(recording.streams) == 1
+
+
+def test_a_sidecar_that_is_stopped_costs_no_thread_after_the_load(
+    recording: Recording, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "LOAD_REPORT_S", 0.01)
+    monkeypatch.setattr(timeouts, "LOAD_REPORT_LAST_S", 0.01)
+    recording.stuck = threading.Event()
+    with LoadReporter(lambda: settings).reporting(LoadProgress()):
+        until(lambda: len(recording.streams), bool)
+    until(reporting, lambda threads: not threads)
+    recording.stuck.set()
+
+
+def test_an_interrupt_while_reporting_begins_ends_it(
+    recording: Recording, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(function: Callable[[], None]) -> None:
+        function()
+        if not recording.streams:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(load_report, "aside", interrupted)
+    with pytest.raises(KeyboardInterrupt), LoadReporter(lambda: settings).reporting(LoadProgress()):
+        pass
+    until(reporting, lambda threads: not threads)
+
+
+def reporting() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "pannier-load-report"]
 
 
 def test_no_sidecar_and_one_that_never_answers_disturb_no_load(

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -47,8 +47,9 @@ class LoadReporter:
     def reporting(self, progress: LoadProgress) -> Iterator[None]:
         """Reports this load as long as the context lasts; raises nothing of its own."""
         reports = _Reports(self._settings, progress)
-        reports.start()
+        # An interrupt ends the wait for the start, which goes on: that has to have an end, too.
         try:
+            reports.start()
             yield
         finally:
             reports.finish()
@@ -151,7 +152,7 @@ class _Stream:
 
         try:
             with self._channel.call(start) as call:
-                call.result()
+                self._await(call)
         except grpc.RpcError as error:
             _log.debug("the sidecar at %s takes no reports: %s", self._channel.address, error)
             return error.code() not in _AGAIN
@@ -161,6 +162,18 @@ class _Stream:
             _log.debug("the sidecar at %s takes no reports: %s", self._channel.address, error)
             return False
         return True
+
+    def _await(self, call: Any) -> None:
+        """Returns when the call has ended; a while after the load, it is cancelled: the sidecar may be stopped."""
+        while not self._ended.is_set():
+            with suppress(grpc.FutureTimeoutError):
+                call.result(timeouts.LOAD_REPORT_S)
+                return
+        try:
+            call.result(timeouts.LOAD_REPORT_LAST_S)
+        except grpc.FutureTimeoutError:
+            _log.debug("the sidecar at %s doesn't take the end of a load", self._channel.address)
+            call.cancel()
 
     def _messages(self) -> Iterator[load_status_pb2.ReportRequest]:
         version, ended = WIRE_VERSION, False
