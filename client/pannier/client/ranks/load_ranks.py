@@ -154,7 +154,7 @@ class LoadRanks:
 
         shared = self._come(step, at_first, lambda values: values[self.ranks[0]]).value
         if isinstance(shared, PannierError):
-            raise shared
+            self._raise(shared)
         found = made[0] if self.is_first else shared
         return cast("T", found) if shared is not None else self._broadcast(found)
 
