@@ -281,7 +281,8 @@ BLOCK_STALL_S: Final = 1.0 * SCALE
 """Shortest time after which a block is also requested from the next source, and for which a peer may send
 nothing."""
 BLOCK_FIRST_STALL_S: Final = 4.0 * SCALE
-"""The same for storage, as long as the usual time of its blocks isn't known."""
+"""The same for storage, as long as the usual time of its blocks isn't known, and for a peer that has yet
+to be connected to."""
 BLOCK_SLOW_S: Final = 15.0 * SCALE
 """Shortest such time for a peer that shows that it is alive."""
 BLOCK_S: Final = 120.0 * SCALE

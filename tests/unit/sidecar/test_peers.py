@@ -102,7 +102,11 @@ def test_a_block_comes_in_pieces_with_signs_of_life() -> None:
                 response(data[MIB:], crc32c=crc32c.crc32c(data)),
             ]
             block = PeerBlock(peers, host, restore_pb2.ReadBlockRequest(file="a"))
-            assert b"".join(await block.read(Attempt())) == data
+            # The first one has to be connected to.
+            for quiet_s in (timeouts.BLOCK_FIRST_STALL_S, timeouts.BLOCK_STALL_S):
+                attempt = Attempt()
+                assert b"".join(await block.read(attempt)) == data
+                assert attempt.quiet_s == quiet_s
 
     asyncio.run(main())
 

@@ -43,6 +43,8 @@ class Attempt:
         """From now on it counts how long it takes."""
         self.began = self.seen = observer_clock.now()
         """By the clock that stops while this process doesn't run."""
+        self.quiet_s = timeouts.BLOCK_STALL_S
+        """How long a source that shows life may send nothing."""
         self.patient = False
         """It takes long for a reason that another request wouldn't end, as a store that answers with errors."""
 
@@ -163,7 +165,7 @@ class BlockFetcher:
         if source.shows_life:
             # It asks elsewhere itself for what takes long there.
             longest = attempt.began + max(timeouts.BLOCK_SLOW_S, usual)
-            return min(attempt.seen + timeouts.BLOCK_STALL_S, longest)
+            return min(attempt.seen + attempt.quiet_s, longest)
         return attempt.began + max(timeouts.BLOCK_STALL_S, usual or timeouts.BLOCK_FIRST_STALL_S)
 
 

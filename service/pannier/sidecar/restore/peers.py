@@ -53,6 +53,8 @@ class Peers:
         """Channels that get no new calls, and when they are closed."""
         self._avoided: dict[str, float] = {}
         """Until when, by address."""
+        self._connected: set[str] = set()
+        """Addresses of peers that have answered on their channels."""
         self._logged: set[str] = set()
         """Addresses of peers whose failure was logged."""
 
@@ -98,6 +100,15 @@ class Peers:
         self._used_at[address] = time.monotonic()
         return restore_pb2_grpc.PeerStub(channel)
 
+    def is_connected(self, peer: restore_pb2.FetchHost) -> bool:
+        """Whether it has answered before, so that no connection has to be made first."""
+        return peer.peer_address in self._connected
+
+    def mark_connected(self, peer: restore_pb2.FetchHost) -> None:
+        """It has answered."""
+        if peer.peer_address in self._channels:
+            self._connected.add(peer.peer_address)
+
     def mark_good(self, peer: restore_pb2.FetchHost) -> None:
         """It has sent a block."""
         self._avoided.pop(peer.peer_address, None)
@@ -123,6 +134,7 @@ class Peers:
         for address, used_at in list(self._used_at.items()):
             if renewed or now - used_at > timeouts.STORE_KEPT_S:
                 del self._used_at[address]
+                self._connected.discard(address)
                 # Calls may be under way there.
                 self._retired.append((now + timeouts.BLOCK_S, self._channels.pop(address)))
         for each in [each for each in self._retired if each[0] <= now]:
@@ -157,10 +169,14 @@ class PeerBlock:
         pieces = []
         size = 0
         crc = None
+        if not self._peers.is_connected(self._peer):
+            # The name, the TLS handshake: another host would have to be connected to, too.
+            attempt.quiet_s = max(attempt.quiet_s, timeouts.BLOCK_FIRST_STALL_S)
         call = self._peers.stub(self._peer).ReadBlock(self._request, timeout=timeouts.BLOCK_S)
         try:
             async for response in call:
                 attempt.mark_seen()
+                self._peers.mark_connected(self._peer)
                 if response.data:
                     pieces.append(response.data)
                     size += len(response.data)
