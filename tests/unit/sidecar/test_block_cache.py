@@ -1,6 +1,7 @@
 """Fetched blocks: each once for all readers, kept as long as announced, within the budget."""
 
 import asyncio
+import math
 import mmap
 import os
 from collections.abc import AsyncIterator, Callable
@@ -224,7 +225,25 @@ def test_a_block_that_is_mapped_never_goes_and_its_reader_is_named(
             assert reader.content(held) == content(1)
             request.release()
             await other.read(2)
-            assert reader.cache.evicted == 1
+            assert reader.cache.used == len(content(2))
+
+    asyncio.run(main())
+
+
+def test_a_reader_that_does_not_come_is_waited_for_once_and_not_for_each_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with reading(6) as reader:
+            monkeypatch.setattr(timeouts, "BLOCK_ROOM_S", 0.01)
+            for block in range(reader.cache.slots + 1):
+                await reader.read(block, readers=2)
+            monkeypatch.setattr(timeouts, "BLOCK_ROOM_S", math.inf)
+            for block in range(100, 120):
+                await reader.read(block, readers=2)
+            # It is here after all, and nearly in step.
+            assert (await reader.read(119, readers=2)).kept
+            assert not reader.cache._impatient
 
     asyncio.run(main())
 

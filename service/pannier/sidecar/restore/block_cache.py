@@ -141,6 +141,9 @@ class BlockRequest:
         block.holders[self._reader] += 1
         block.served += 1
         block.used_at = time.monotonic()
+        if block.served > 1 and block.served >= block.readers > 0:
+            # Its last reader has come in time.
+            self._cache._impatient.discard(block.key.load)
         return Held(block.slot, block.size, block.fetched, kept=block.served > 1)
 
     def release(self) -> None:
@@ -180,8 +183,8 @@ class BlockCache:
         """Ranks that are loading, by load."""
         self._ended: dict[str, float] = {}
         """When the last rank of a load has left."""
-        self.evicted = 0
-        """Blocks that had to go though more readers were announced, or their number wasn't known."""
+        self._impatient: set[str] = set()
+        """Loads of which a block was evicted whose further readers hadn't come: none of theirs is kept for such."""
 
     @property
     def memory(self) -> BlockMemory:
@@ -214,6 +217,7 @@ class BlockCache:
         self._loads[load] -= 1
         if self._loads[load] <= 0:
             del self._loads[load]
+            self._impatient.discard(load)
             self._ended[load] = time.monotonic()
 
     def request(self, wanted: WantedBlock, reader: str) -> BlockRequest:
@@ -307,7 +311,8 @@ class BlockCache:
                 block = self._oldest()
                 due = math.inf if block is None else self._due(block)
                 if block is not None and due <= now:
-                    self.evicted += 1
+                    if block.key.load in self._loads and not block.waiting:
+                        self._impatient.add(block.key.load)
                     self._drop(block)
                     continue
                 if now >= end:
@@ -337,7 +342,8 @@ class BlockCache:
 
     def _due(self, block: _Block) -> float:
         """When it may go; monotonic."""
-        if not block.waiting and block.key.load not in self._loads:
+        load = block.key.load
+        if not block.waiting and (load not in self._loads or load in self._impatient):
             return 0.0
         return block.used_at + timeouts.BLOCK_ROOM_S
 
