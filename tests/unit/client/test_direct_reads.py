@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from pannier.client.loading.load import load
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.ranks.load_error import LoadError
 from pannier.client.restore import sources
+from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.staging import archives
 from pannier.common import timeouts
 from pannier.wire.errors import IntegrityError, InvalidRequestError
@@ -216,6 +218,42 @@ def test_slices_of_a_stored_tensor_are_read_together(
     load({"w": got}, checkpoint_id=tmp_path, planner=Columns())
     assert torch.equal(got, want)
     assert sum(size for _, size in targets.places) < want.nbytes + 4096
+
+
+def test_the_progress_of_a_load_of_parts_ends_where_its_reads_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save({"w": torch.ones(LARGE), "small": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    monkeypatch.setattr(sources, "LOCAL_REQUEST_BYTES", 4096)
+    expected, progress = [], []
+    original = LoadProgress.expect
+
+    def expect(self: LoadProgress, size: int) -> None:
+        expected.append(size)
+        original(self, size)
+
+    def reporting(made: LoadProgress) -> AbstractContextManager[None]:
+        progress.append(made)
+        return nullcontext()
+
+    class Rows(DefaultLoadPlanner):
+        def create_local_plan(self) -> LoadPlan:
+            plan = super().create_local_plan()
+            few = torch.Size([10, LARGE[1]])
+            items = [
+                replace(item, lengths=few) if item.lengths == LARGE else item for item in plan.items
+            ]
+            return replace(plan, items=items)
+
+    monkeypatch.setattr(LoadProgress, "expect", expect)
+    got = {"w": torch.zeros(LARGE), "small": torch.zeros(3)}
+    load(got, checkpoint_id=tmp_path, planner=Rows(), reporting=reporting)
+    assert got["w"].sum() == 10 * LARGE[1]
+    status = progress[0].report().status
+    assert status.bytes_total == sum(each.bytes for each in status.sources)
+    part = 10 * LARGE[1] * 4
+    for size in (*expected, status.bytes_total):
+        assert part < size < part + 2 * 4096
 
 
 def test_no_thread_writes_into_a_tensor_after_interrupts_have_ended_its_load(

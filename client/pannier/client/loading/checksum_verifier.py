@@ -152,6 +152,11 @@ class ChecksumVerifier:
         self._at = ("", 0, 0)
         """Name of the current file, bytes of it so far, their checksum."""
 
+    @property
+    def total_bytes(self) -> int:
+        """Of all the files."""
+        return sum(file.size for file in self._files.values())
+
     def cover(self, reads: Iterable[Read | None]) -> Iterator[Read | None]:
         """``reads``, sorted by file, and reads of all that lies between, so that files are read whole.
 

@@ -38,6 +38,7 @@ from pannier.client.restore import load_progress
 from pannier.client.restore.block_table import LoadName
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.local_file import LocalFile
+from pannier.client.restore.needed_spans import spans_of
 from pannier.client.restore.restore_plan import RankNeeds, RankPlan
 from pannier.client.restore.sources import Sharing, Sources
 from pannier.common import timeouts
@@ -53,6 +54,26 @@ class PlannedRank(NamedTuple):
 
     generation: Generation | None
     needs: RankNeeds | None
+
+
+@dataclasses.dataclass
+class _Load:
+    """The state of one load."""
+
+    verify: bool
+    """All that is read is compared with the checksums of the receipts."""
+    id: str = dataclasses.field(default_factory=lambda: str(uuid.uuid4()))
+    lease: read_lease.Lease | None = None
+    shared: bytes | None = None
+    """``.metadata``, from the rank that fetched it for all."""
+    parsed: tuple[bytes, Metadata] | None = None
+    """``.metadata`` that this rank fetched for all."""
+    generation: Generation | None = None
+    attempt: str = ""
+    metadata: Metadata = dataclasses.field(default_factory=lambda: Metadata({}))
+    sharing: Sharing | None = None
+    sources: Sources | None = None
+    progress: LoadProgress = dataclasses.field(default_factory=LoadProgress)
 
 
 class StorageReader(storage.StorageReader):
@@ -92,18 +113,8 @@ class StorageReader(storage.StorageReader):
         self._threads = thread_count
         self._memory_bytes = memory_bytes
         self._verify = verify
-        self._verify_now = verify
-        self._lease: read_lease.Lease | None = None
         self._directory = filesystem.open_dir(path, storage_options)
-        self._shared: bytes | None = None
-        self._parsed: tuple[bytes, Metadata] | None = None
-        self._generation: Generation | None = None
-        self._attempt = ""
-        self._metadata = Metadata({})
-        self._load_id = str(uuid.uuid4())
-        self._sharing: Sharing | None = None
-        self._sources: Sources | None = None
-        self._progress = LoadProgress()
+        self._load = _Load(verify)
 
     @property
     def checkpoint_id(self) -> str:
@@ -123,12 +134,12 @@ class StorageReader(storage.StorageReader):
     @property
     def load_id(self) -> str:
         """The id of this load, which :meth:`reset` changes; ``read_metadata`` puts it into its result."""
-        return self._load_id
+        return self._load.id
 
     @property
     def host(self) -> str:
         """Name of this host, as its sidecar has it where ranks share what they read."""
-        return self._sharing.host if self._sharing is not None else socket.gethostname()
+        return self._load.sharing.host if self._load.sharing is not None else socket.gethostname()
 
     @property
     def storage_options(self) -> Mapping[str, Any] | None:
@@ -140,17 +151,11 @@ class StorageReader(storage.StorageReader):
         if checkpoint_id:
             self._directory = filesystem.open_dir(checkpoint_id, self._options)
         self.release()
-        self._shared = self._generation = self._parsed = None
-        self._metadata = Metadata({})
-        self._attempt = ""
-        self._verify_now = self._verify
-        self._sharing = self._sources = None
-        self._progress = LoadProgress()
-        self._load_id = str(uuid.uuid4())
+        self._load = _Load(self._verify)
 
     def verify_once(self) -> None:
         """Turns ``verify`` on until the next :meth:`reset`."""
-        self._verify_now = True
+        self._load.verify = True
 
     def use_sidecars(self, sharing: Sharing | None, *, together: bool) -> None:
         """Reads through ``sharing`` what this host's spool has, until the next :meth:`reset`.
@@ -159,30 +164,30 @@ class StorageReader(storage.StorageReader):
             sharing: None: all is read from storage.
             together: several ranks load, and share what they need.
         """
-        self._sharing = sharing
+        self._load.sharing = sharing
         if sharing is not None:
             sharing.together = together
 
     def use_progress(self, progress: LoadProgress) -> None:
         """Counts in ``progress`` what this load reads, until the next :meth:`reset`."""
-        self._progress = progress
+        self._load.progress = progress
         progress.describe(checkpoint_id=self.checkpoint_id)
 
     def progress_text(self) -> str:
         """How far this load is: ``1.2 GiB of 4.0 GiB read``; empty before it reads."""
-        return self._progress.text()
+        return self._load.progress.text()
 
     def release(self) -> None:
         """Ends the lease: the files may be removed when the checkpoint is replaced.
 
         The spool may use the files again that were read there.
         """
-        sources, self._sources = self._sources, None
+        sources, self._load.sources = self._load.sources, None
         if sources is not None:
             sources.close()
-        if self._sharing is not None:
-            self._sharing.close()
-        lease, self._lease = self._lease, None
+        if self._load.sharing is not None:
+            self._load.sharing.close()
+        lease, self._load.lease = self._load.lease, None
         if lease is not None:
             lease.release()
 
@@ -201,15 +206,15 @@ class StorageReader(storage.StorageReader):
 
         Raises: as :func:`pannier.client.loading.metadata_reader.read_leased`.
         """
-        self._parsed = self._resolve(idle_s)
-        return self._parsed[0]
+        self._load.parsed = self._resolve(idle_s)
+        return self._load.parsed[0]
 
     def _resolve(self, idle_s: float | None) -> tuple[bytes, Metadata]:
         self.release()
         resolved = metadata_reader.read_leased(
-            self._directory, reader=self, idle_s=idle_s, verify=self._verify_now
+            self._directory, reader=self, idle_s=idle_s, verify=self._load.verify
         )
-        self._lease = resolved.lease
+        self._load.lease = resolved.lease
         return resolved.content, resolved.metadata
 
     def share_metadata(self, content: bytes, load_id: str | None = None) -> None:
@@ -218,8 +223,8 @@ class StorageReader(storage.StorageReader):
         Args:
             load_id: that rank's :attr:`load_id`, by which the load is known on all ranks.
         """
-        self._shared = content
-        self._load_id = load_id or self._load_id
+        self._load.shared = content
+        self._load.id = load_id or self._load.id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's ``Metadata``.
@@ -235,29 +240,29 @@ class StorageReader(storage.StorageReader):
         """
         rank = kwargs.get("rank")
         name = object_names.METADATA if rank is None else f"__{rank}{object_names.METADATA}"
-        if rank is None and self._shared is None:
+        if rank is None and self._load.shared is None:
             content, metadata = self._resolve(timeouts.LEASE_IDLE_S)
         else:
-            if rank is not None and self._verify_now:
+            if rank is not None and self._load.verify:
                 raise InvalidRequestError(
                     "verify=True: a checkpoint per rank (use_collectives=False) has no receipts"
                 )
-            shared = self._shared if rank is None else None
+            shared = self._load.shared if rank is None else None
             content = self.fetch_metadata(name) if shared is None else shared
-            parsed, self._parsed = self._parsed, None
+            parsed, self._load.parsed = self._load.parsed, None
             metadata = (
                 parsed[1]
                 if parsed is not None and parsed[0] is shared
                 else unpickle_metadata(content, posixpath.join(self.checkpoint_id, name))
             )
-        self._generation = None
+        self._load.generation = None
         if rank is None:
             own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-            self._generation = Generation.of(content, own, self.checkpoint_id)
+            self._load.generation = Generation.of(content, own, self.checkpoint_id)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
-        self._attempt = metadata_reader.attempt_of(metadata)
-        metadata.storage_meta.load_id = self._load_id
+        self._load.attempt = metadata_reader.attempt_of(metadata)
+        metadata.storage_meta.load_id = self._load.id
         return metadata
 
     def set_up_storage_reader(
@@ -268,19 +273,19 @@ class StorageReader(storage.StorageReader):
             raise InvalidRequestError(
                 f"the metadata of {self.checkpoint_id} doesn't say where its data is"
             )
-        self._metadata = metadata
-        self._progress.describe(attempt=self._attempt)
-        self._progress.begin(load_progress.PLANNING)
+        self._load.metadata = metadata
+        self._load.progress.describe(attempt=self._load.attempt)
+        self._load.progress.begin(load_progress.PLANNING)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds to the plan the generation of ``.metadata``, and what ranks share."""
         needs = None
         if self._shares:
-            assert self._sharing is not None
+            assert self._load.sharing is not None
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-            name = LoadName(self._load_id, self.checkpoint_id, self._attempt, rank)
-            needs = self._sharing.survey(name, self._metadata, plan.items)
-        data = self._generation if needs is None else PlannedRank(self._generation, needs)
+            name = LoadName(self._load.id, self.checkpoint_id, self._load.attempt, rank)
+            needs = self._load.sharing.survey(name, self._load.metadata, plan.items)
+        data = self._load.generation if needs is None else PlannedRank(self._load.generation, needs)
         return dataclasses.replace(plan, storage_data=data)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -288,9 +293,9 @@ class StorageReader(storage.StorageReader):
         ranks = [_planned(plan) for plan in plans]
         check_generations([each.generation for each in ranks if each.generation is not None])
         needs = {number: each.needs for number, each in enumerate(ranks) if each.needs is not None}
-        if not needs or self._sharing is None:
+        if not needs or self._load.sharing is None:
             return plans
-        found = self._sharing.plan(self._directory, self._attempt, list(needs.values()))
+        found = self._load.sharing.plan(self._directory, self._load.attempt, list(needs.values()))
         shared = dict(zip(needs, found, strict=True))
         return [
             dataclasses.replace(plan, storage_data=shared.get(number))
@@ -308,10 +313,9 @@ class StorageReader(storage.StorageReader):
         """
         found: defaultdict[Range, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            found[locate(item, self._metadata, self.checkpoint_id)].append(item)
+            found[locate(item, self._load.metadata, self.checkpoint_id)].append(item)
         items = {each: found[each] for each in sorted(found)}
-        self._progress.begin(load_progress.READING)
-        self._progress.expect(sum(each.length for each in items))
+        self._load.progress.begin(load_progress.READING)
         try:
             shared = plan.storage_data if isinstance(plan.storage_data, RankPlan) else None
             self._read(items, planner, shared)
@@ -325,9 +329,10 @@ class StorageReader(storage.StorageReader):
             ) from error
         finally:
             # A rank that resolved .metadata for all releases the lease when all ranks are done.
-            if self._shared is None:
+            if self._load.shared is None:
                 self.release()
-        self._progress.begin(load_progress.FINISHING)
+        self._load.progress.settle()
+        self._load.progress.begin(load_progress.FINISHING)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -340,12 +345,22 @@ class StorageReader(storage.StorageReader):
     ) -> None:
         files = sorted({each.file for each in items})
         reader = None
-        if shared is not None and self._sharing is not None:
-            reader = self._sharing.open_blocks(shared, self._progress)
-        self._sources = sources = Sources(
-            self._directory, self.checkpoint_id, self._local_files(files), self._progress, reader
+        if shared is not None and self._load.sharing is not None:
+            reader = self._load.sharing.open_blocks(shared, self._load.progress)
+        self._load.sources = sources = Sources(
+            self._directory,
+            self.checkpoint_id,
+            self._local_files(files),
+            self._load.progress,
+            reader,
         )
-        loader = ItemLoader(self._directory, self._metadata, planner, sources)
+        spans = (
+            span
+            for each, held in items.items()
+            for span in spans_of(self._load.metadata, each, held, sources.request_bytes(each.file))
+        )
+        self._load.progress.expect(sum(span.end - span.start for span in spans))
+        loader = ItemLoader(self._directory, self._load.metadata, planner, sources)
         index = KeyIndex(
             {each: [str(item.storage_index.fqn) for item in held] for each, held in items.items()}
         )
@@ -357,10 +372,11 @@ class StorageReader(storage.StorageReader):
         )
         reads = loader.reads(items, dict(zip(large, tensors, strict=True)))
         verifier: ChecksumVerifier | None = None
-        if self._verify_now:
-            receipts = Receipts(self._directory, self._attempt)
+        if self._load.verify:
+            receipts = Receipts(self._directory, self._load.attempt)
             verifier = ChecksumVerifier(self._directory, receipts, files, index)
             reads = verifier.cover(reads)
+            self._load.progress.expect(verifier.total_bytes)
         contents = read_ranges(
             sources,
             reads,
@@ -373,8 +389,8 @@ class StorageReader(storage.StorageReader):
         # Closing it ends its threads, also after an error.
         with contextlib.closing(contents):
             for run in contents:
-                if self._lease is not None:
-                    self._lease.touch()
+                if self._load.lease is not None:
+                    self._load.lease.touch()
                 for each, content in run:
                     if verifier is not None:
                         verifier.update(each.range, content)
@@ -385,22 +401,22 @@ class StorageReader(storage.StorageReader):
     def _shares(self) -> bool:
         """Whether ranks share what they read: not what each has at hand, nor what is to be verified in storage."""
         return (
-            self._sharing is not None
-            and self._sharing.together
-            and not self._verify_now
-            and self._generation is not None
+            self._load.sharing is not None
+            and self._load.sharing.together
+            and not self._load.verify
+            and self._load.generation is not None
             and not self._directory.is_local
             # Sidecars read storage by their own options: bytes of an attempt are known by their checksums.
-            and bool(self._attempt or self._options is None)
+            and bool(self._load.attempt or self._options is None)
         )
 
     def _local_files(self, files: Sequence[str]) -> Mapping[str, LocalFile]:
         """Those of the files that this host's spool has; none where storage is to be verified."""
-        if self._sharing is None or not self._attempt or self._verify_now:
+        if self._load.sharing is None or not self._load.attempt or self._load.verify:
             return {}
         if self._shares:
-            return self._sharing.local_files
-        return self._sharing.locate(self._attempt, files)
+            return self._load.sharing.local_files
+        return self._load.sharing.locate(self._load.attempt, files)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

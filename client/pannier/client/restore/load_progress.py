@@ -118,9 +118,14 @@ class LoadProgress:
             self._phase = phase
 
     def expect(self, size: int) -> None:
-        """The plan needs so many bytes of data files."""
+        """The plan needs about so many bytes of data files."""
         with self._lock:
             self._bytes_total = size
+
+    def settle(self) -> None:
+        """All that the plan needs was read: its bytes are known exactly, with what lies between them."""
+        with self._lock:
+            self._bytes_total = self._bytes.total()
 
     @contextmanager
     def waiting(self, reason: Callable[[], str]) -> Iterator[None]:

@@ -9,14 +9,13 @@ from storage. Blocking; for one load of one rank.
 import logging
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
 from pannier.client.config import Settings
-from pannier.client.loading.archive_layout import expect_item
 from pannier.client.loading.checksum_verifier import Receipts
 from pannier.client.loading.filesystem import StorageDir
 from pannier.client.loading.item_loader import locate
@@ -25,6 +24,7 @@ from pannier.client.restore.block_table import LoadName
 from pannier.client.restore.host_copies import HostCopies, HostSurvey
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.local_file import LocalFile
+from pannier.client.restore.needed_spans import spans_of
 from pannier.client.restore.restore_plan import (
     RankNeeds,
     RankPlan,
@@ -37,7 +37,7 @@ from pannier.client.restore.shared_blocks import BlockReader
 from pannier.client.restore.sources import REMOTE_REQUEST_BYTES
 from pannier.v1 import records_pb2
 from pannier.wire.chunk_codec import BLOCK_BYTES
-from pannier.wire.errors import IntegrityError, PannierError, StorageError
+from pannier.wire.errors import PannierError, StorageError
 from pannier.wire.records import parse_blocks
 
 _log = logging.getLogger(__name__)
@@ -129,30 +129,8 @@ def _needed(
             _log.debug("%s", error)
     found: defaultdict[str, list[Span]] = defaultdict(list)
     for place, wanted in held.items():
-        found[place.file] += _spans(metadata, place, wanted)
+        found[place.file] += spans_of(metadata, place, wanted, REMOTE_REQUEST_BYTES)
     return found
-
-
-def _spans(metadata: Metadata, place: Range, items: Sequence[ReadItem]) -> Iterator[Span]:
-    """The bytes of an archive that are read for these items."""
-    whole = Span(place.offset, place.end)
-    is_tensor = all(item.type is not LoadItemType.BYTE_IO for item in items)
-    known = expect_item(metadata, place.length, items[0]) if is_tensor else None
-    if place.length <= REMOTE_REQUEST_BYTES or known is None:
-        yield whole
-        return
-    try:
-        parts = [known.tensor.narrow(item.storage_offsets, item.lengths) for item in items]
-    except IntegrityError:
-        yield whole
-        return
-    if sum(part.span for part in parts) > known.tensor.span:
-        yield whole
-        return
-    yield Span(place.offset, place.offset + len(known.head))
-    for part in parts:
-        start = place.offset + part.offset
-        yield Span(start, start + part.span)
 
 
 def _records(
