@@ -231,21 +231,29 @@ def test_an_interrupt_ends_a_load_whose_nearest_copy_fails_while_storage_does_no
     assert not any(target)
 
 
+class LivelyFiles(SharedFiles):
+    """Shows a sign of life with each look."""
+
+    def messages(self) -> int:
+        self.signs += 1
+        return self.signs
+
+
 @pytest.mark.usefixtures("_impatient")
 def test_a_sidecar_that_shows_that_it_is_alive_is_waited_for(
-    blocks: SharedBlocks, files: SharedFiles, storage: Storage
+    files: SharedFiles, storage: Storage, progress: LoadProgress
 ) -> None:
-    files.wait = True
+    lively = LivelyFiles(files.directory, wait=True)
+    blocks = SharedBlocks(lively, StoredReads(storage.read_into, URL), URL, progress)
     with ThreadPoolExecutor() as pool:
         reading = pool.submit(read, blocks)
-        wait_until(lambda: files.pending)
-        for _ in range(100):
-            files.signs += 1
-            assert not reading.done()
-            threading.Event().wait(0.001)
-        files.answer(CONTENT)
+        # Many times as many polls as a sidecar may be quiet for.
+        wait_until(lambda: lively.signs > 20)
+        assert not reading.done()
+        lively.answer(CONTENT)
         assert reading.result(BOUND_S) == (CONTENT, "node-7")
     assert storage.reads == 0
+    blocks.close()
 
 
 def test_its_end_ends_reads_that_are_under_way(
