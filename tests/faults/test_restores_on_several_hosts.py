@@ -25,15 +25,17 @@ PREFIX = "restores/step-1"
 PLACE = f"gs://bucket/{PREFIX}"
 
 TRAIN = """
-import json, os, time
+import json, os, sys, time
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from pannier import client
+from pannier.client.embedded import launcher
 from pannier.common import timeouts
 
 # A machine that stalls isn't a peer that does, nor are its daemons idle.
-timeouts.FETCH_STALL_S, timeouts.JOB_DAEMONS_IDLE_S = 60, 600
+timeouts.FETCH_STALL_S = timeouts.FETCH_SLOW_S = timeouts.JOB_DAEMONS_IDLE_S = 600
+launcher._pannier = lambda: [sys.executable, os.environ["DAEMONS"]]
 dist.init_process_group("gloo")
 rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -41,6 +43,16 @@ def state(seed):
     w = torch.arange(6 << 20, dtype=torch.int32).view(-1, 1024) * seed
     found = {f"replica {n}": torch.arange(1 << 20, dtype=torch.int32) * seed + n for n in range(6)}
     return {"w": distribute_tensor(w, mesh, [Shard(0)]), "step": seed, **found}
+"""
+DAEMONS = """
+import sys
+from pannier.cli.commands import up
+from pannier.cli.main import main
+from pannier.common import timeouts
+
+timeouts.BLOCK_STALL_S = timeouts.BLOCK_FIRST_STALL_S = timeouts.BLOCK_SLOW_S = 600
+up._PANNIER = [sys.executable, __file__]
+main()
 """
 SAVE = """
 client.save(state(3), checkpoint_id=os.environ["PLACE"])
@@ -84,7 +96,9 @@ def start(
     place = directory / f"job-{len(list(directory.glob('job-*')))}"
     place.mkdir()
     (place / "train.py").write_text(TRAIN + body)
-    environment = {**server.env, "PLACE": PLACE, "PANNIER_JOB": "restores"}
+    daemons = directory / "daemons.py"
+    daemons.write_text(DAEMONS)
+    environment = {**server.env, "PLACE": PLACE, "PANNIER_JOB": "restores", "DAEMONS": str(daemons)}
     return hosts.run(Job(among, place / "train.py", place / "logs", environment=environment))
 
 

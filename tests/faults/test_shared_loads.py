@@ -35,7 +35,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from pannier import client
 from pannier.common import timeouts
 
-timeouts.FETCH_STALL_S = float(os.environ.get("STALL", "60"))
+timeouts.FETCH_STALL_S = float(os.environ.get("STALL", "600"))
+timeouts.FETCH_SLOW_S = 600
 WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
 if WORLD > 1:
     dist.init_process_group("gloo")
@@ -107,11 +108,15 @@ class Hosts:
         for daemon, port in zip(self.daemons.sidecars, self._reserved, strict=True):
             address = f"127.0.0.1:{port.getsockname()[1]}"
             daemon.arguments += ["--peers", address, *self.files.flags]
-        for daemon in self.daemons.sidecars[1:]:
             # A machine that stalls isn't a peer that does.
             daemon.constants = {
                 f"pannier.common.timeouts.{name}": BOUND_S
-                for name in ("BLOCK_STALL_S", "BLOCK_FIRST_STALL_S")
+                for name in (
+                    "BLOCK_STALL_S",
+                    "BLOCK_FIRST_STALL_S",
+                    "BLOCK_SLOW_S",
+                    "BLOCKS_KEPT_S",
+                )
             }
 
     def close(self) -> None:
