@@ -185,6 +185,8 @@ class BlockCache:
         """When the last rank of a load has left."""
         self._impatient: set[str] = set()
         """Loads of which a block was evicted whose further readers hadn't come: none of theirs is kept for such."""
+        self.evicted = 0
+        """Blocks that had to go though more readers were announced, or their number wasn't known."""
 
     @property
     def memory(self) -> BlockMemory:
@@ -313,6 +315,7 @@ class BlockCache:
                 if block is not None and due <= now:
                     if block.key.load in self._loads and not block.waiting:
                         self._impatient.add(block.key.load)
+                    self.evicted += 1
                     self._drop(block)
                     continue
                 if now >= end:
