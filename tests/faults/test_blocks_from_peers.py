@@ -307,6 +307,9 @@ def test_peers_of_another_job_or_version_and_strangers_are_refused(
     error = refused(hosts, hosts.tls, **known, spool_only=True)
     assert error.code() is grpc.StatusCode.NOT_FOUND
     assert "isn't in the spool of node-0" in error.details()
+    for field, value in (("checkpoint_id", checkpoint.id + "1"), ("attempt", "i2-a1-g00000000-s1")):
+        error = refused(hosts, hosts.tls, **{**known, field: value})
+        assert "no rank of host node-0 takes part in" in error.details()
     error = refused(hosts, hosts.tls, **known, block=1)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     for name in ("../secret", "/etc/passwd"):

@@ -67,7 +67,7 @@ class Reader:
     def request(
         self, block: int, *, readers: int = 0, remote: bool = False, load: str = "load"
     ) -> BlockRequest:
-        key = BlockKey(load, "attempt", "file", block, None)
+        key = BlockKey(load, "id", "attempt", "file", block, len(content(block)), None)
         fetch = self.source.fetch(block)
         wanted = WantedBlock(key, len(content(block)), readers, fetch, remote)
         return self.cache.request(wanted, self.name)

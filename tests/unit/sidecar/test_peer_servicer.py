@@ -29,7 +29,6 @@ class Blocks:
 
     def __init__(self) -> None:
         self.host = "node-0"
-        self.sent = 0
         self.cache = BlockCache(16 * BLOCK_BYTES)
         self.gate = asyncio.Event()
         self.gate.set()
@@ -44,7 +43,7 @@ class Blocks:
         return self._pieces() if request.file == "spool" else None
 
     def request_for_peer(self, request: restore_pb2.ReadBlockRequest) -> Any:
-        key = BlockKey("load", "attempt", request.file, request.block, None)
+        key = BlockKey("load", "id", "attempt", request.file, request.block, len(DATA), None)
         wanted = WantedBlock(key, len(DATA), request.readers, self._fetch)
         return self.cache.request(wanted, "a peer")
 
@@ -113,7 +112,6 @@ def test_a_peer_that_waits_for_a_block_gets_signs_of_life(
             host.blocks.gate.set()
             assert (await received(call))[0] == DATA
             await until(lambda: not host.turns.taken)
-            assert host.blocks.sent == len(DATA)
             assert not host.blocks.cache.used
 
     asyncio.run(main())

@@ -34,9 +34,11 @@ class BlockKey(NamedTuple):
     """A block of a load."""
 
     load: str
+    checkpoint_id: str
     attempt: str
     file: str
     block: int
+    size: int
     crc32c: int | None
     """By the receipt, if there is one: so no rank that knows it gets a block for which it wasn't known."""
 

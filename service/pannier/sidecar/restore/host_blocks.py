@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 from pannier.common import timeouts
 from pannier.sidecar.config import SidecarConfig
@@ -87,6 +87,20 @@ class LoadFiles:
         return [self.start.hosts[index] for index in indices if index != self.start.own]
 
 
+class _Load(NamedTuple):
+    """What a rank of this host loads."""
+
+    id: str
+    checkpoint_id: str
+    attempt: str
+
+
+def _load_of(
+    request: restore_pb2.LocateRequest | restore_pb2.FetchStart | restore_pb2.ReadBlockRequest,
+) -> _Load:
+    return _Load(request.load, request.checkpoint_id, request.attempt)
+
+
 def block_bounds(name: str, file_size: int, block: int) -> tuple[int, int]:
     """Offset and size of a block of a file. Raises InvalidRequestError: the file has no such block."""
     offset = block * BLOCK_BYTES
@@ -123,14 +137,12 @@ class HostBlocks:
         self._peers = peers
         self._may_fetch = may_fetch
         self._fetcher = BlockFetcher()
-        self._known: dict[str, float] = {}
+        self._known: dict[_Load, float] = {}
         """Loads of this host's ranks, and when they were last announced."""
         self._offers: dict[bytes, float] = {}
         """Tokens for the memory, and since when."""
         self._used_at = 0.0
         """When a rank or a peer last read something here; monotonic."""
-        self.sent = 0
-        """Bytes of the blocks that peers have received."""
 
     @staticmethod
     def of(
@@ -155,11 +167,12 @@ class HostBlocks:
 
     # Loads.
 
-    def announce(self, load: str) -> None:
+    def announce(self, request: restore_pb2.LocateRequest | restore_pb2.FetchStart) -> None:
         """A rank of this host takes part in a load, so that peers may read its blocks here."""
         self._used_at = time.monotonic()
-        if not load:
+        if not request.load:
             return
+        load = _load_of(request)
         # The newest last.
         self._known.pop(load, None)
         self._known[load] = time.monotonic()
@@ -189,7 +202,7 @@ class HostBlocks:
                 f"{peer} speaks wire version {request.wire_version}, the sidecar of {self.host} "
                 f"{WIRE_VERSION}: run the same version of Pannier on all hosts of a job"
             )
-        if request.load not in self._known:
+        if _load_of(request) not in self._known:
             raise ConfigurationError(
                 f"{peer} requests a block of {request.checkpoint_id} for a load that no rank of host "
                 f"{self.host} takes part in: is it of another job, or was the sidecar restarted "
@@ -261,7 +274,7 @@ class HostBlocks:
         """Forgets what loads have left. Every second or so."""
         now = time.monotonic()
         for load, since in list(self._known.items()):
-            if self.cache.is_read(load):
+            if self.cache.is_read(load.id):
                 self._known[load] = self._used_at = now
             elif now - since > timeouts.LOAD_KNOWN_S:
                 del self._known[load]
@@ -303,6 +316,14 @@ class HostBlocks:
         async def fetch() -> Fetched:
             return await self._fetcher.fetch(sources, size, expected, what)
 
-        key = BlockKey(request.load, request.attempt, request.file, request.block, expected)
+        key = BlockKey(
+            request.load,
+            request.checkpoint_id,
+            request.attempt,
+            request.file,
+            request.block,
+            size,
+            expected,
+        )
         wanted = WantedBlock(key, size, readers, fetch, remote=bool(peers) and not own)
         return self.cache.request(wanted, reader)

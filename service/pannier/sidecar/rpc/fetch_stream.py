@@ -51,9 +51,8 @@ class FetchStream:
 
     def open(self, messages: AsyncIterator[restore_pb2.FetchRequest]) -> None:
         """Begins to read the rank's messages."""
-        load = self._load.start.load
-        self._blocks.announce(load)
-        self._blocks.cache.enter(load)
+        self._blocks.announce(self._load.start)
+        self._blocks.cache.enter(self._load.start.load)
         self._receiving = asyncio.get_running_loop().create_task(self._receive(messages))
         self._receiving.add_done_callback(lambda _: self._changed.set())
 

@@ -69,7 +69,7 @@ class PeerServicer(restore_pb2_grpc.PeerServicer):
         pieces = self._blocks.read_spool(request)
         if pieces is None:
             raise NotFoundError(f"{request.file} isn't in the spool of {self._blocks.host}")
-        crc = size = 0
+        crc = 0
         last: bytes | None = None
         async with aclosing(pieces), self._turn(request.host) as turn:
             async for response in _signs_of_life(turn):
@@ -85,9 +85,8 @@ class PeerServicer(restore_pb2_grpc.PeerServicer):
                     if last is not None:
                         yield restore_pb2.ReadBlockResponse(data=last)
                     last = piece
-                    crc, size = crc32c.crc32c(piece, crc), size + len(piece)
+                    crc = crc32c.crc32c(piece, crc)
                 yield restore_pb2.ReadBlockResponse(data=last or b"", crc32c=crc)
-        self._blocks.sent += size
 
     async def _fetched(
         self, request: restore_pb2.ReadBlockRequest
@@ -112,7 +111,6 @@ class PeerServicer(restore_pb2_grpc.PeerServicer):
                 with _bounded():
                     for response in self._pieces(held):
                         yield response
-            self._blocks.sent += held.size
         finally:
             block.release()
 

@@ -62,7 +62,7 @@ class RestoreServicer(restore_pb2_grpc.RestoreServicer):
     ) -> restore_pb2.LocateResponse:
         """Which data files of an attempt are in this host's spool."""
         limits.check_locate(request)
-        self._blocks.announce(request.load)
+        self._blocks.announce(request)
         response = restore_pb2.LocateResponse()
         if self._descriptors():
             # A trainer may load what was committed just now.
