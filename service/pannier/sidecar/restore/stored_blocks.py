@@ -31,8 +31,6 @@ class StoredBlocks:
         self._used_at: dict[str, float] = {}
         self._connecting: dict[str, set[Attempt]] = {}
         """Reads of stores that haven't answered one yet."""
-        self.retries = 0
-        """Requests that storage had to be asked again."""
 
     def check(self, checkpoint_id: str) -> None:
         """Raises InvalidRequestError unless the checkpoint may be read here."""
@@ -56,12 +54,13 @@ class StoredBlocks:
         def retried(reason: str) -> None:
             # A second request would only add to the load of a store that asks for less.
             attempt.patient = True
-            self.retries += 1
 
         if checkpoint_id not in self._stores:
             # Not on the event loop: peers and ranks would take it for stopped.
             attempt.patient = True
             await setup_threads.run(import_store, checkpoint_id)
+            # Another reader may have connected meanwhile.
+            attempt.begin()
         store = self._stores.get(checkpoint_id)
         if store is None:
             store = self._stores[checkpoint_id] = self._open_store(checkpoint_id)
