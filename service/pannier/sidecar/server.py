@@ -92,6 +92,8 @@ class Sidecar:
         """Names of spool files that a restarted sidecar needs."""
         self._descriptors = ""
         """Name of the socket that passes descriptors of spool files, beside our own."""
+        self._peer_address = ""
+        """Where other hosts reach this one; empty: nowhere."""
         self._serves = False
         self._ticking: asyncio.Task[None] | None = None
         self.spool_removed = False
@@ -261,7 +263,7 @@ class Sidecar:
             trainers=self.trainers,
             watches=watches,
             loads=self._loads,
-            copies=lambda: self.local_copies.held(config.peers or ""),
+            copies=lambda: self.local_copies.held(self._peer_address),
             host=config.host,
             sidecar_id=uuid.uuid4().hex,
             job="" if self._job is None else self._job.name,
