@@ -6,10 +6,9 @@ of the file system that may block run in threads (:mod:`pannier.storage.io_threa
 
 import asyncio
 import logging
-import os
 import time
 import uuid
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Final
 
@@ -19,7 +18,7 @@ from pannier.common import timeouts
 from pannier.daemon import doctor_checks
 from pannier.daemon.health_server import serve_health
 from pannier.daemon.interceptors import STATUS_LIMITS, AdmissionInterceptor, ErrorInterceptor
-from pannier.daemon.listeners import bind_listeners, private_socket, server_options, socket_path
+from pannier.daemon.listeners import bind_listeners, server_options, socket_path
 from pannier.daemon.signals import StopSignals
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import Backlog, DaemonInfo, StatusServices
@@ -31,8 +30,9 @@ from pannier.sidecar.ingest import Ingest
 from pannier.sidecar.liveness import TrainerLiveness
 from pannier.sidecar.metrics import SaveMetrics, serving_http, trace_save
 from pannier.sidecar.multi_job.auth import JobAuth, JobAuthInterceptor
+from pannier.sidecar.multi_job.descriptor_socket import descriptor_socket
 from pannier.sidecar.multi_job.job_config import JobConfig
-from pannier.sidecar.multi_job.sockets import job_socket, serving_job
+from pannier.sidecar.multi_job.sockets import serving_job
 from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.restore.load_reports import LoadReports
 from pannier.sidecar.restore.local_copies import LocalCopies
@@ -40,7 +40,6 @@ from pannier.sidecar.rpc import restore_servicer, servicer
 from pannier.sidecar.rpc.connections import Connections, Watches, welcome
 from pannier.sidecar.rpc.peer_listener import peer_fields, serving_peers
 from pannier.sidecar.save_registry import SaveRegistry
-from pannier.sidecar.spool.fd_server import serving_descriptors
 from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.recovery import recover
@@ -347,7 +346,7 @@ class Sidecar:
                     allow_uid=config.allow_uid,
                 )
             )
-        descriptors = self._serving_descriptors()
+        descriptors = descriptor_socket(config, self.auth, self._mapped, self._open_for_loads)
         if descriptors is not None:
             self._descriptors = await stack.enter_async_context(descriptors)
         self._peer_address = await stack.enter_async_context(serving_peers(config, self.blocks))
@@ -404,29 +403,6 @@ class Sidecar:
             self.status_registry,
             self.daemon_info,
             [servicer.NAME, restore_servicer.NAME, doctor_checks.NAME],
-        )
-
-    def _serving_descriptors(self) -> AbstractAsyncContextManager[str] | None:
-        """The socket for descriptors; None where trainers come by TCP alone."""
-        path = socket_path(self.config.address)
-        if path is None:
-            return None
-        if self.auth is not None:
-            return serving_descriptors(
-                path,
-                self._mapped,
-                self._open_for_loads,
-                job_socket,
-                allowed=None,
-                accepts=self.auth.accepts,
-            )
-        allow_uid = self.config.allow_uid
-        return serving_descriptors(
-            path,
-            self._mapped,
-            self._open_for_loads,
-            lambda beside: private_socket(beside, allow_uid),
-            allowed={os.geteuid(), 0, *allow_uid},
         )
 
     async def _open_for_loads(self, token: bytes) -> list[int]:
