@@ -139,7 +139,7 @@ class FetchMemory(_message.Message):
     def __init__(self, size: _Optional[int] = ..., token: _Optional[bytes] = ..., descriptors: _Optional[str] = ..., token_first: bool = ...) -> None: ...
 
 class FetchedBlock(_message.Message):
-    __slots__ = ("id", "offset", "size", "crc32c", "source", "kept", "rejected", "failed", "hedged", "error")
+    __slots__ = ("id", "offset", "size", "crc32c", "source", "kept", "rejected", "failed", "hedged", "error", "retries")
     ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +150,7 @@ class FetchedBlock(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     HEDGED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
     id: int
     offset: int
     size: int
@@ -160,7 +161,8 @@ class FetchedBlock(_message.Message):
     failed: int
     hedged: int
     error: str
-    def __init__(self, id: _Optional[int] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., crc32c: _Optional[int] = ..., source: _Optional[str] = ..., kept: bool = ..., rejected: _Optional[int] = ..., failed: _Optional[int] = ..., hedged: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    retries: int
+    def __init__(self, id: _Optional[int] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., crc32c: _Optional[int] = ..., source: _Optional[str] = ..., kept: bool = ..., rejected: _Optional[int] = ..., failed: _Optional[int] = ..., hedged: _Optional[int] = ..., error: _Optional[str] = ..., retries: _Optional[int] = ...) -> None: ...
 
 class ReadBlockRequest(_message.Message):
     __slots__ = ("load", "checkpoint_id", "attempt", "file", "file_size", "block", "crc32c", "readers", "spool_only", "host", "wire_version")

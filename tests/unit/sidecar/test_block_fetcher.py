@@ -34,6 +34,7 @@ class Place:
 
     async def read(self, attempt: Attempt) -> Sequence[bytes]:
         self.attempts.append(attempt)
+        attempt.retries += 1
         try:
             if self.gate is not None:
                 await self.gate.wait()
@@ -65,6 +66,7 @@ async def fetch(*places: Place, expected: int | None = SUM) -> tuple[str, int, i
     found = await BlockFetcher().fetch(places, len(DATA), expected, "block 3 of x")
     assert b"".join(found.pieces) == DATA
     assert found.crc32c == SUM
+    assert found.retries == sum(len(place.attempts) for place in places)
     return found.source, found.rejected, found.failed, found.hedged
 
 

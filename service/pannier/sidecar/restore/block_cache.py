@@ -58,6 +58,8 @@ class Fetched:
     """Sources that failed."""
     hedged: int = 0
     """Second requests, since a source took long."""
+    retries: int = 0
+    """Requests that storage had to be asked again."""
 
 
 Fetch = Callable[[], Awaitable[Fetched]]

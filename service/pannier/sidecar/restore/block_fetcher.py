@@ -38,6 +38,8 @@ class Attempt:
 
     def __init__(self) -> None:
         self.begin()
+        self.retries = 0
+        """How often the source had to be asked again."""
 
     def begin(self) -> None:
         """From now on it counts how long it takes."""
@@ -105,10 +107,12 @@ class BlockFetcher:
         running: dict[asyncio.Task[tuple[Sequence[bytes], int]], tuple[BlockSource, Attempt]] = {}
         errors: list[PannierError] = []
         counts = _Counts()
+        attempts: list[Attempt] = []
         again = True
 
         def start(source: BlockSource) -> None:
             attempt = Attempt()
+            attempts.append(attempt)
             work = _read_checked(source, attempt, size, expected, what)
             running[asyncio.get_running_loop().create_task(work)] = source, attempt
 
@@ -136,7 +140,9 @@ class BlockFetcher:
                         continue
                     self._durations[source.kind].append(observer_clock.now() - attempt.began)
                     return Fetched(
-                        pieces, crc, source.host, counts.rejected, counts.failed, counts.hedged
+                        *(pieces, crc, source.host),
+                        *(counts.rejected, counts.failed, counts.hedged),
+                        retries=sum(each.retries for each in attempts),
                     )
                 if not running and pending:
                     start(pending.popleft())

@@ -54,6 +54,7 @@ class StoredBlocks:
         def retried(reason: str) -> None:
             # A second request would only add to the load of a store that asks for less.
             attempt.patient = True
+            attempt.retries += 1
 
         if checkpoint_id not in self._stores:
             # Not on the event loop: peers and ranks would take it for stopped.

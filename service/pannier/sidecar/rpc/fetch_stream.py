@@ -148,6 +148,7 @@ class FetchStream:
             response.rejected = fetched.rejected
             response.failed = fetched.failed
             response.hedged = fetched.hedged
+            response.retries = fetched.retries
         return response
 
     @property
