@@ -70,11 +70,25 @@ def import_store(url: str) -> None:
     For event loops that others wait for: to be called in a thread before. Raises nothing:
     :func:`open_store` raises what is wrong.
     """
-    scheme = url.partition("://")[0]
-    module = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}.get(scheme)
-    if module is not None:
+    module = _module(url)
+    if module:
         with suppress(ModuleNotFoundError):
-            import_module(f"pannier.storage.{module}.store")
+            import_module(module)
+
+
+def is_imported(url: str) -> bool:
+    """Whether :func:`import_store` has nothing to do."""
+    module = _module(url)
+    found = sys.modules.get(module)
+    # While a thread imports it, it is there, too.
+    return not module or (found is not None and not getattr(found.__spec__, "_initializing", False))
+
+
+def _module(url: str) -> str:
+    """Of the store, if it is imported at its first use; else empty."""
+    scheme = url.partition("://")[0]
+    package = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}.get(scheme)
+    return f"pannier.storage.{package}.store" if package else ""
 
 
 def _missing(url: str, package: str, error: ModuleNotFoundError) -> ConfigurationError:
@@ -98,5 +112,6 @@ __all__ = [
     "check_allowed",
     "check_shared",
     "import_store",
+    "is_imported",
     "open_store",
 ]

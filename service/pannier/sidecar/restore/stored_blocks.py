@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from pannier.common import timeouts
 from pannier.sidecar.restore.block_fetcher import Attempt
-from pannier.storage import Store, check_allowed, check_shared, import_store
+from pannier.storage import Store, check_allowed, check_shared, import_store, is_imported
 from pannier.storage.base import limited
 from pannier.storage.io_threads import setup_threads
 from pannier.wire import object_names
@@ -56,7 +56,7 @@ class StoredBlocks:
             attempt.patient = True
             attempt.retries += 1
 
-        if checkpoint_id not in self._stores:
+        if checkpoint_id not in self._stores and not is_imported(checkpoint_id):
             # Not on the event loop: peers and ranks would take it for stopped.
             attempt.patient = True
             await setup_threads.run(import_store, checkpoint_id)

@@ -21,7 +21,8 @@ from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.spool import SpoolFile
 from pannier.sidecar.upload.concurrency import UploadSlots
-from pannier.storage import IntegrityError, Store
+from pannier.storage import IntegrityError, Store, import_store, is_imported
+from pannier.storage.io_threads import setup_threads
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import PannierError
@@ -161,7 +162,7 @@ class Uploader:
             self._saves.record_retry(rank, reason)
 
         async def upload() -> None:
-            store = self._store(rank)
+            store = await self._imported_store(rank)
             async with self._slots.slot(store.upload_memory, lambda: not file.complete):
                 info = await store.upload(
                     file.name, SpoolSource(file), progress=progress, retried=retried
@@ -189,7 +190,8 @@ class Uploader:
 
         async def write() -> None:
             fault_points.point("sidecar.receipt.before")
-            await self._store(rank).create(
+            store = await self._imported_store(rank)
+            await store.create(
                 object_names.receipt(receipt.attempt, receipt.rank), encoded(receipt)
             )
             await self._journal.record_stored(rank)
@@ -213,6 +215,13 @@ class Uploader:
         else:
             return True
         return False
+
+    async def _imported_store(self, rank: RankSave) -> Store:
+        """As :meth:`_store`, whose imports would keep the event loop for seconds the first time."""
+        checkpoint_id = rank.context.checkpoint_id
+        if not is_imported(checkpoint_id):
+            await setup_threads.run(import_store, checkpoint_id)
+        return self._store(rank)
 
     def _store(self, rank: RankSave) -> Store:
         """Of the checkpoint id that the rank itself has named: ranks may disagree until the plan is confirmed."""
