@@ -143,6 +143,8 @@ class HostBlocks:
         """Tokens for the memory, and since when."""
         self._used_at = 0.0
         """When a rank or a peer last read something here; monotonic."""
+        self.sent = 0
+        """Bytes of blocks that peers have received."""
 
     @staticmethod
     def of(

@@ -47,8 +47,9 @@ class PeerServicer(restore_pb2_grpc.PeerServicer):
         try:
             async with aclosing(self._from_spool(request)) as responses:
                 async for response in responses:
-                    sent = sent or bool(response.data)
                     yield response
+                    sent = sent or bool(response.data)
+                    self._blocks.sent += len(response.data)
             return
         except NotFoundError as error:
             if request.spool_only:
@@ -61,6 +62,7 @@ class PeerServicer(restore_pb2_grpc.PeerServicer):
         async with aclosing(self._fetched(request)) as responses:
             async for response in responses:
                 yield response
+                self._blocks.sent += len(response.data)
 
     async def _from_spool(
         self, request: restore_pb2.ReadBlockRequest
