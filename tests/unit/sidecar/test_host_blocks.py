@@ -13,7 +13,6 @@ from pannier.common import timeouts
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.restore import host_blocks
 from pannier.sidecar.restore.host_blocks import HostBlocks
-from pannier.sidecar.rpc import peer_servicer
 from pannier.sidecar.rpc.peer_servicer import PeerServicer
 from pannier.storage import open_store
 from pannier.v1 import restore_pb2
@@ -50,6 +49,10 @@ async def serving(root: Path, *, may_fetch: bool = True) -> AsyncIterator[HostBl
         await blocks.close()
 
 
+def announced(root: Path, load: str = "load") -> restore_pb2.LocateRequest:
+    return restore_pb2.LocateRequest(load=load, checkpoint_id=f"{root}/step-1")
+
+
 def wanted(root: Path, **fields: Any) -> restore_pb2.ReadBlockRequest:
     return restore_pb2.ReadBlockRequest(
         **{
@@ -73,16 +76,20 @@ def test_peers_are_served_for_loads_that_were_announced_here(
         async with serving(tmp_path) as blocks:
             with pytest.raises(ConfigurationError, match=r"node-1 .*no rank of host node-0"):
                 blocks.check_peer(wanted(tmp_path))
-            blocks.announce("load")
-            blocks.announce("")
+            blocks.announce(announced(tmp_path))
+            blocks.announce(announced(tmp_path, ""))
             blocks.check_peer(wanted(tmp_path))
             with pytest.raises(ConfigurationError, match="node-1 speaks wire version 1"):
                 blocks.check_peer(wanted(tmp_path, wire_version=1))
+            # The load of one checkpoint is no right to read another.
+            with pytest.raises(ConfigurationError):
+                blocks.check_peer(wanted(tmp_path, checkpoint_id=f"{tmp_path}/step-2"))
+            blocks.announce(announced(Path("/elsewhere"), "other"))
             with pytest.raises(InvalidRequestError, match="is not below an allowed root"):
-                blocks.check_peer(wanted(tmp_path, checkpoint_id="/elsewhere/step-1"))
+                blocks.check_peer(wanted(Path("/elsewhere"), load="other"))
             # Of many loads the newest are known.
             for load in ("second", "load", "third"):
-                blocks.announce(load)
+                blocks.announce(announced(tmp_path, load))
             blocks.check_peer(wanted(tmp_path))
             with pytest.raises(ConfigurationError):
                 blocks.check_peer(wanted(tmp_path, load="second"))
@@ -128,14 +135,10 @@ def test_the_memory_is_passed_once_for_each_token(
     asyncio.run(main())
 
 
-def test_many_peers_get_a_block_that_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peer_servicer, "_SENDERS", 2)
-
+def test_many_peers_get_a_block_that_is_read_once(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as blocks:
-            blocks.announce("load")
+            blocks.announce(announced(tmp_path))
             servicer = PeerServicer(blocks)
 
             async def read(block: int) -> bytes:
@@ -157,11 +160,10 @@ def test_a_peer_that_does_not_receive_loses_its_turn_and_the_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeouts, "BLOCK_SEND_S", 0.05)
-    monkeypatch.setattr(peer_servicer, "_SENDERS", 1)
 
     async def main() -> None:
         async with serving(tmp_path) as blocks:
-            blocks.announce("load")
+            blocks.announce(announced(tmp_path))
             servicer = PeerServicer(blocks)
 
             async def stuck() -> None:
