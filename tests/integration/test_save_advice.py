@@ -54,7 +54,9 @@ def test_trainers_and_operators_get_the_same_advice(daemons: Daemons, tmp_path: 
         assert "advice" not in pannier(*asked, "--json").json()
         answer = pannier(*asked, "--json", "--mtbf", "6h").json()
         (group,) = [each for each in answer["advice"] if each["saves"] == 3]
-        assert (group["job"], group["mtbf_s"], group["restores"]) == ("llama", 21600, 0)
+        assert (group["job"], group["mtbf_s"]) == ("llama", 21600)
+        # A short load is reported after it has returned: the process may have ended before.
+        assert group["restores"] in (0, 1)
         assert group["ranks"] == 2
         # Both ranks' own saves are of one group.
         assert [each["saves"] for each in answer["advice"]] == [2, 3]
@@ -65,7 +67,8 @@ def test_trainers_and_operators_get_the_same_advice(daemons: Daemons, tmp_path: 
         shown = pannier(*asked, "--mtbf", "6h", columns=120).out
         name = f"llama, 2 ranks (group {group['group']}):"
         assert f"{name} save every " in shown
-        assert "no load was measured" in " ".join(shown.split())
+        words = " ".join(shown.split())
+        assert "no load was measured" in words or "(1 load)" in words
         assert "save every" not in pannier(*asked).out
         assert f"{name} a save costs " in pannier(*asked).out
     name = f"{tmp_path}/run/step-3"

@@ -32,7 +32,7 @@ class Blocks:
         self.cache = BlockCache(16 * BLOCK_BYTES)
         self.gate = asyncio.Event()
         self.gate.set()
-        self.reading = self.closed = 0
+        self.reading = self.closed = self.sent = 0
 
     def check_peer(self, request: restore_pb2.ReadBlockRequest) -> None:
         pass

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 
 from pannier.common import timeouts
+from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.restore.local_copies import LocalCopies
+from pannier.sidecar.restore.peers import Peers
+from pannier.sidecar.restore.stored_blocks import StoredBlocks
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.spool import Spool
 from pannier.sidecar.status import backlog
+from pannier.storage import open_store
 from pannier.wire import errors
 from support.processes.daemons import memory_directory
 
@@ -127,11 +131,15 @@ def test_a_request_that_there_is_no_room_for_is_counted(memory: Path) -> None:
     async def ask() -> int:
         mapped = MappedFiles(spool)
         copies = LocalCopies(mapped, JournalState(memory / "spool"), SaveRegistry())
+        stored, peers = StoredBlocks(open_store, ()), Peers(None, "", insecure=False)
+        blocks = HostBlocks(
+            copies, stored, peers, host="node-0", budget=8 * MIB, may_fetch=lambda: True
+        )
         await mapped.reserve(("job", "inc", 0), "c", [2 * MIB])
-        assert backlog([], spool, mapped, copies).refusals == 0
+        assert backlog([], spool, mapped, blocks).refusals == 0
         with pytest.raises(errors.BusyError):
             await mapped.reserve(("job", "inc", 0), "c", [3 * MIB])
-        return backlog([], spool, mapped, copies).refusals
+        return backlog([], spool, mapped, blocks).refusals
 
     spool = Spool(memory / "spool", budget=4 * MIB)
     assert asyncio.run(ask()) == 1
