@@ -45,7 +45,7 @@ test-all: lint  ## The same, with pods, Slurm, browser, dashboard and more chaos
 
 # Most of a test's time is waiting: more files run at a time than a small machine has cores.
 # Slow files go first (deploy, faults, integration); by default those with the most tests would.
-WORKERS ?= 4
+WORKERS ?= 6
 # Compiling for XLA isn't waiting.
 XLA_WORKERS ?= 2
 pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k cli"

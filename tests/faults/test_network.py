@@ -162,6 +162,7 @@ def test_a_trainer_cut_from_its_sidecar_goes_on_where_it_was(
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_far_and_lossy_link_slows_saves_down_and_ends_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,6 +225,7 @@ def test_torchrun_on_three_hosts_needs_nothing_else(hosts: Hosts, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_restarted_workers_save_with_the_daemons_that_still_upload(
     hosts: Hosts, server: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,7 +107,7 @@ def test_ranks_of_different_worlds_are_named_with_their_values(run: Run) -> None
     ("hosts", "transport"),
     [
         (1, "mapped"),
-        (2, "streamed"),
+        pytest.param(2, "streamed", marks=pytest.mark.extended),
         pytest.param(1, "streamed", marks=pytest.mark.extended),
         pytest.param(2, "mapped", marks=pytest.mark.extended),
     ],

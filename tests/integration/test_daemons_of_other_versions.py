@@ -123,6 +123,7 @@ def test_busy_daemons_of_another_version_are_used_with_one_line_in_the_log(
     assert others.record.version == package_version()
 
 
+@pytest.mark.extended
 def test_daemons_that_were_started_by_hand_are_not_replaced(
     others: Others, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
