@@ -24,28 +24,35 @@ _sym_db = _symbol_database.Default()
 
 from pannier.v1 import load_status_pb2 as pannier_dot_v1_dot_load__status__pb2
 from pannier.v1 import records_pb2 as pannier_dot_v1_dot_records__pb2
+from pannier.v1 import restore_pb2 as pannier_dot_v1_dot_restore__pb2
 from pannier.v1 import save_pb2 as pannier_dot_v1_dot_save__pb2
 from pannier.v1 import sidecar_pb2 as pannier_dot_v1_dot_sidecar__pb2
 from pannier.v1 import status_pb2 as pannier_dot_v1_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpannier/v1/coordinator.proto\x12\npannier.v1\x1a\x1cpannier/v1/load_status.proto\x1a\x18pannier/v1/records.proto\x1a\x15pannier/v1/save.proto\x1a\x18pannier/v1/sidecar.proto\x1a\x17pannier/v1/status.proto\"\x9e\x02\n\nRankReport\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12&\n\x06status\x18\x03 \x01(\x0b\x32\x16.pannier.v1.RankStatus\x12$\n\x07receipt\x18\x04 \x01(\x0b\x32\x13.pannier.v1.Receipt\x12$\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x13.pannier.v1.Failure\x12\x11\n\ttimeout_s\x18\x08 \x01(\x01\x12\x16\n\x0esave_timeout_s\x18\t \x01(\x01\x12*\n\x05\x63laim\x18\n \x01(\x0b\x32\x1b.pannier.v1.CachedPlanClaimJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"\xa0\x02\n\rAttachRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0f\n\x07sidecar\x18\x03 \x01(\t\x12\'\n\x07reports\x18\x04 \x03(\x0b\x32\x16.pannier.v1.RankReport\x12(\n\x07watched\x18\x05 \x03(\x0b\x32\x17.pannier.v1.PendingSave\x12+\n\x08trainers\x18\x06 \x03(\x0b\x32\x19.pannier.v1.TrainerStatus\x12\x0b\n\x03job\x18\x07 \x01(\t\x12%\n\x05loads\x18\x08 \x03(\x0b\x32\x16.pannier.v1.LoadReport\x12&\n\x06\x63opies\x18\t \x01(\x0b\x32\x16.pannier.v1.HeldCopies\"I\n\nHeldCopies\x12%\n\x06\x63opies\x18\x01 \x03(\x0b\x32\x15.pannier.v1.LocalCopy\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\"j\n\rTrainerStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x1a\n\x12seconds_since_seen\x18\x04 \x01(\x01\x12\r\n\x05\x64\x65\x61th\x18\x05 \x01(\t\"7\n\x0e\x41ttachResponse\x12%\n\x05saves\x18\x01 \x03(\x0b\x32\x16.pannier.v1.SaveStatus2\xc7\x02\n\x0b\x43oordinator\x12\x39\n\x04Plan\x12\x17.pannier.v1.PlanRequest\x1a\x18.pannier.v1.PlanResponse\x12<\n\x05\x42\x65gin\x12\x18.pannier.v1.BeginRequest\x1a\x19.pannier.v1.BeginResponse\x12?\n\x06\x46inish\x12\x19.pannier.v1.FinishRequest\x1a\x1a.pannier.v1.FinishResponse\x12\x39\n\x04\x46\x61il\x12\x17.pannier.v1.FailRequest\x1a\x18.pannier.v1.FailResponse\x12\x43\n\x06\x41ttach\x12\x19.pannier.v1.AttachRequest\x1a\x1a.pannier.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpannier/v1/coordinator.proto\x12\npannier.v1\x1a\x1cpannier/v1/load_status.proto\x1a\x18pannier/v1/records.proto\x1a\x18pannier/v1/restore.proto\x1a\x15pannier/v1/save.proto\x1a\x18pannier/v1/sidecar.proto\x1a\x17pannier/v1/status.proto\"\x9e\x02\n\nRankReport\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12&\n\x06status\x18\x03 \x01(\x0b\x32\x16.pannier.v1.RankStatus\x12$\n\x07receipt\x18\x04 \x01(\x0b\x32\x13.pannier.v1.Receipt\x12$\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x13.pannier.v1.Failure\x12\x11\n\ttimeout_s\x18\x08 \x01(\x01\x12\x16\n\x0esave_timeout_s\x18\t \x01(\x01\x12*\n\x05\x63laim\x18\n \x01(\x0b\x32\x1b.pannier.v1.CachedPlanClaimJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"\xcc\x02\n\rAttachRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0f\n\x07sidecar\x18\x03 \x01(\t\x12\'\n\x07reports\x18\x04 \x03(\x0b\x32\x16.pannier.v1.RankReport\x12(\n\x07watched\x18\x05 \x03(\x0b\x32\x17.pannier.v1.PendingSave\x12+\n\x08trainers\x18\x06 \x03(\x0b\x32\x19.pannier.v1.TrainerStatus\x12\x0b\n\x03job\x18\x07 \x01(\t\x12%\n\x05loads\x18\x08 \x03(\x0b\x32\x16.pannier.v1.LoadReport\x12&\n\x06\x63opies\x18\t \x01(\x0b\x32\x16.pannier.v1.HeldCopies\x12*\n\x08replicas\x18\n \x01(\x0b\x32\x18.pannier.v1.ReplicaOffer\"&\n\x0cReplicaOffer\x12\x16\n\x0e\x66\x61ilure_domain\x18\x01 \x01(\t\"t\n\nHeldCopies\x12%\n\x06\x63opies\x18\x01 \x03(\x0b\x32\x15.pannier.v1.LocalCopy\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\x12)\n\x08replicas\x18\x03 \x03(\x0b\x32\x17.pannier.v1.HeldReplica\"Z\n\x0bHeldReplica\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x10\n\x08\x63omplete\x18\x03 \x01(\x08\"j\n\rTrainerStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x1a\n\x12seconds_since_seen\x18\x04 \x01(\x01\x12\r\n\x05\x64\x65\x61th\x18\x05 \x01(\t\"\x8f\x01\n\x0e\x41ttachResponse\x12%\n\x05saves\x18\x01 \x03(\x0b\x32\x16.pannier.v1.SaveStatus\x12-\n\x0ereplica_holder\x18\x02 \x01(\x0b\x32\x15.pannier.v1.FetchHost\x12\'\n\ttake_over\x18\x03 \x03(\x0b\x32\x14.pannier.v1.TakeOver\":\n\x08TakeOver\x12 \n\x04save\x18\x01 \x01(\x0b\x32\x12.pannier.v1.SaveId\x12\x0c\n\x04rank\x18\x02 \x01(\r2\xc7\x02\n\x0b\x43oordinator\x12\x39\n\x04Plan\x12\x17.pannier.v1.PlanRequest\x1a\x18.pannier.v1.PlanResponse\x12<\n\x05\x42\x65gin\x12\x18.pannier.v1.BeginRequest\x1a\x19.pannier.v1.BeginResponse\x12?\n\x06\x46inish\x12\x19.pannier.v1.FinishRequest\x1a\x1a.pannier.v1.FinishResponse\x12\x39\n\x04\x46\x61il\x12\x17.pannier.v1.FailRequest\x1a\x18.pannier.v1.FailResponse\x12\x43\n\x06\x41ttach\x12\x19.pannier.v1.AttachRequest\x1a\x1a.pannier.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pannier.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RANKREPORT']._serialized_start=175
-  _globals['_RANKREPORT']._serialized_end=461
-  _globals['_ATTACHREQUEST']._serialized_start=464
-  _globals['_ATTACHREQUEST']._serialized_end=752
-  _globals['_HELDCOPIES']._serialized_start=754
-  _globals['_HELDCOPIES']._serialized_end=827
-  _globals['_TRAINERSTATUS']._serialized_start=829
-  _globals['_TRAINERSTATUS']._serialized_end=935
-  _globals['_ATTACHRESPONSE']._serialized_start=937
-  _globals['_ATTACHRESPONSE']._serialized_end=992
-  _globals['_COORDINATOR']._serialized_start=995
-  _globals['_COORDINATOR']._serialized_end=1322
+  _globals['_RANKREPORT']._serialized_start=201
+  _globals['_RANKREPORT']._serialized_end=487
+  _globals['_ATTACHREQUEST']._serialized_start=490
+  _globals['_ATTACHREQUEST']._serialized_end=822
+  _globals['_REPLICAOFFER']._serialized_start=824
+  _globals['_REPLICAOFFER']._serialized_end=862
+  _globals['_HELDCOPIES']._serialized_start=864
+  _globals['_HELDCOPIES']._serialized_end=980
+  _globals['_HELDREPLICA']._serialized_start=982
+  _globals['_HELDREPLICA']._serialized_end=1072
+  _globals['_TRAINERSTATUS']._serialized_start=1074
+  _globals['_TRAINERSTATUS']._serialized_end=1180
+  _globals['_ATTACHRESPONSE']._serialized_start=1183
+  _globals['_ATTACHRESPONSE']._serialized_end=1326
+  _globals['_TAKEOVER']._serialized_start=1328
+  _globals['_TAKEOVER']._serialized_end=1386
+  _globals['_COORDINATOR']._serialized_start=1389
+  _globals['_COORDINATOR']._serialized_end=1716
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,6 @@
 from pannier.v1 import load_status_pb2 as _load_status_pb2
 from pannier.v1 import records_pb2 as _records_pb2
+from pannier.v1 import restore_pb2 as _restore_pb2
 from pannier.v1 import save_pb2 as _save_pb2
 from pannier.v1 import sidecar_pb2 as _sidecar_pb2
 from pannier.v1 import status_pb2 as _status_pb2
@@ -32,7 +33,7 @@ class RankReport(_message.Message):
     def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., status: _Optional[_Union[_save_pb2.RankStatus, _Mapping]] = ..., receipt: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., failure: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., claim: _Optional[_Union[_sidecar_pb2.CachedPlanClaim, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("wire_version", "host", "sidecar", "reports", "watched", "trainers", "job", "loads", "copies")
+    __slots__ = ("wire_version", "host", "sidecar", "reports", "watched", "trainers", "job", "loads", "copies", "replicas")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     SIDECAR_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +43,7 @@ class AttachRequest(_message.Message):
     JOB_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     host: str
     sidecar: str
@@ -51,15 +53,34 @@ class AttachRequest(_message.Message):
     job: str
     loads: _containers.RepeatedCompositeFieldContainer[_load_status_pb2.LoadReport]
     copies: HeldCopies
-    def __init__(self, wire_version: _Optional[int] = ..., host: _Optional[str] = ..., sidecar: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ..., watched: _Optional[_Iterable[_Union[_sidecar_pb2.PendingSave, _Mapping]]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., job: _Optional[str] = ..., loads: _Optional[_Iterable[_Union[_load_status_pb2.LoadReport, _Mapping]]] = ..., copies: _Optional[_Union[HeldCopies, _Mapping]] = ...) -> None: ...
+    replicas: ReplicaOffer
+    def __init__(self, wire_version: _Optional[int] = ..., host: _Optional[str] = ..., sidecar: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ..., watched: _Optional[_Iterable[_Union[_sidecar_pb2.PendingSave, _Mapping]]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., job: _Optional[str] = ..., loads: _Optional[_Iterable[_Union[_load_status_pb2.LoadReport, _Mapping]]] = ..., copies: _Optional[_Union[HeldCopies, _Mapping]] = ..., replicas: _Optional[_Union[ReplicaOffer, _Mapping]] = ...) -> None: ...
+
+class ReplicaOffer(_message.Message):
+    __slots__ = ("failure_domain",)
+    FAILURE_DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    failure_domain: str
+    def __init__(self, failure_domain: _Optional[str] = ...) -> None: ...
 
 class HeldCopies(_message.Message):
-    __slots__ = ("copies", "peer_address")
+    __slots__ = ("copies", "peer_address", "replicas")
     COPIES_FIELD_NUMBER: _ClassVar[int]
     PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     copies: _containers.RepeatedCompositeFieldContainer[_status_pb2.LocalCopy]
     peer_address: str
-    def __init__(self, copies: _Optional[_Iterable[_Union[_status_pb2.LocalCopy, _Mapping]]] = ..., peer_address: _Optional[str] = ...) -> None: ...
+    replicas: _containers.RepeatedCompositeFieldContainer[HeldReplica]
+    def __init__(self, copies: _Optional[_Iterable[_Union[_status_pb2.LocalCopy, _Mapping]]] = ..., peer_address: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[HeldReplica, _Mapping]]] = ...) -> None: ...
+
+class HeldReplica(_message.Message):
+    __slots__ = ("context", "attempt", "complete")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    context: _sidecar_pb2.SaveContext
+    attempt: str
+    complete: bool
+    def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., complete: bool = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
     __slots__ = ("job", "incarnation", "rank", "seconds_since_seen", "death")
@@ -76,7 +97,19 @@ class TrainerStatus(_message.Message):
     def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., seconds_since_seen: _Optional[float] = ..., death: _Optional[str] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("saves",)
+    __slots__ = ("saves", "replica_holder", "take_over")
     SAVES_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_HOLDER_FIELD_NUMBER: _ClassVar[int]
+    TAKE_OVER_FIELD_NUMBER: _ClassVar[int]
     saves: _containers.RepeatedCompositeFieldContainer[_save_pb2.SaveStatus]
-    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ...) -> None: ...
+    replica_holder: _restore_pb2.FetchHost
+    take_over: _containers.RepeatedCompositeFieldContainer[TakeOver]
+    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ..., replica_holder: _Optional[_Union[_restore_pb2.FetchHost, _Mapping]] = ..., take_over: _Optional[_Iterable[_Union[TakeOver, _Mapping]]] = ...) -> None: ...
+
+class TakeOver(_message.Message):
+    __slots__ = ("save", "rank")
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    save: _save_pb2.SaveId
+    rank: int
+    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., rank: _Optional[int] = ...) -> None: ...

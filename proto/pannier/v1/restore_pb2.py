@@ -24,43 +24,52 @@ _sym_db = _symbol_database.Default()
 
 from pannier.v1 import load_status_pb2 as pannier_dot_v1_dot_load__status__pb2
 from pannier.v1 import records_pb2 as pannier_dot_v1_dot_records__pb2
+from pannier.v1 import sidecar_pb2 as pannier_dot_v1_dot_sidecar__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pannier/v1/restore.proto\x12\npannier.v1\x1a\x1cpannier/v1/load_status.proto\x1a\x18pannier/v1/records.proto\"T\n\rLocateRequest\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\r\n\x05\x66iles\x18\x02 \x03(\t\x12\x0c\n\x04load\x18\x03 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x04 \x01(\t\"\xe8\x01\n\x0eLocateResponse\x12&\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x17.pannier.v1.LocatedFile\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65scriptors\x18\x03 \x01(\t\x12\x13\n\x0btoken_first\x18\x04 \x01(\x08\x12\x14\n\x0cwire_version\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x14\n\x0cpeer_address\x18\x07 \x01(\t\x12\x10\n\x08peer_tls\x18\x08 \x01(\x08\x12\x11\n\tpeer_name\x18\n \x01(\t\x12\x16\n\x0erestore_budget\x18\t \x01(\x04\"V\n\x0bLocatedFile\x12\"\n\x04\x66ile\x18\x01 \x01(\x0b\x32\x14.pannier.v1.DataFile\x12\r\n\x05stamp\x18\x02 \x01(\x0c\x12\x14\n\x0cstamp_offset\x18\x03 \x01(\x04\"\xa6\x01\n\x0c\x46\x65tchRequest\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.pannier.v1.FetchStartH\x00\x12\'\n\x05\x66iles\x18\x02 \x01(\x0b\x32\x16.pannier.v1.FetchFilesH\x00\x12)\n\x05\x62lock\x18\x03 \x01(\x0b\x32\x18.pannier.v1.BlockRequestH\x00\x12\x0e\n\x04\x64one\x18\x04 \x01(\x04H\x00\x42\t\n\x07request\"\xc0\x01\n\nFetchStart\x12\x0c\n\x04load\x18\x01 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12$\n\x05hosts\x18\x05 \x03(\x0b\x32\x15.pannier.v1.FetchHost\x12\x0b\n\x03own\x18\x06 \x01(\r\x12%\n\x05\x66iles\x18\x07 \x01(\x0b\x32\x16.pannier.v1.FetchFiles\x12\x14\n\x0cwire_version\x18\x08 \x01(\r\"/\n\tFetchHost\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\"1\n\nFetchFiles\x12#\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x14.pannier.v1.DataFile\"\x8e\x01\n\x0c\x42lockRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ile\x18\x02 \x01(\r\x12\r\n\x05\x62lock\x18\x03 \x01(\x04\x12\x0f\n\x07holders\x18\x04 \x03(\r\x12\x12\n\x05owner\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07readers\x18\x06 \x01(\r\x12\x15\n\rowner_readers\x18\x07 \x01(\rB\x08\n\x06_owner\"q\n\rFetchResponse\x12)\n\x06memory\x18\x01 \x01(\x0b\x32\x17.pannier.v1.FetchMemoryH\x00\x12)\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x18.pannier.v1.FetchedBlockH\x00\x42\n\n\x08response\"T\n\x0b\x46\x65tchMemory\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65scriptors\x18\x03 \x01(\t\x12\x13\n\x0btoken_first\x18\x04 \x01(\x08\"\xb8\x01\n\x0c\x46\x65tchedBlock\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\x12\x0e\n\x06source\x18\x05 \x01(\t\x12\x0c\n\x04kept\x18\x06 \x01(\x08\x12\x10\n\x08rejected\x18\x07 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x08 \x01(\r\x12\x0e\n\x06hedged\x18\t \x01(\r\x12\r\n\x05\x65rror\x18\n \x01(\t\x12\x0f\n\x07retries\x18\x0b \x01(\r\"\xe1\x01\n\x10ReadBlockRequest\x12\x0c\n\x04load\x18\x01 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\x11\n\tfile_size\x18\x05 \x01(\x04\x12\r\n\x05\x62lock\x18\x06 \x01(\x04\x12\x13\n\x06\x63rc32c\x18\x07 \x01(\x07H\x00\x88\x01\x01\x12\x0f\n\x07readers\x18\x08 \x01(\r\x12\x12\n\nspool_only\x18\t \x01(\x08\x12\x0c\n\x04host\x18\n \x01(\t\x12\x14\n\x0cwire_version\x18\x0b \x01(\rB\t\n\x07_crc32c\"W\n\x11ReadBlockResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x06\x63rc32c\x18\x02 \x01(\x07H\x00\x88\x01\x01\x12\x14\n\x0c\x66rom_storage\x18\x03 \x01(\x08\x42\t\n\x07_crc32c2\xcf\x01\n\x07Restore\x12?\n\x06Locate\x12\x19.pannier.v1.LocateRequest\x1a\x1a.pannier.v1.LocateResponse\x12@\n\x05\x46\x65tch\x12\x18.pannier.v1.FetchRequest\x1a\x19.pannier.v1.FetchResponse(\x01\x30\x01\x12\x41\n\x06Report\x12\x19.pannier.v1.ReportRequest\x1a\x1a.pannier.v1.ReportResponse(\x01\x32R\n\x04Peer\x12J\n\tReadBlock\x12\x1c.pannier.v1.ReadBlockRequest\x1a\x1d.pannier.v1.ReadBlockResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pannier/v1/restore.proto\x12\npannier.v1\x1a\x1cpannier/v1/load_status.proto\x1a\x18pannier/v1/records.proto\x1a\x18pannier/v1/sidecar.proto\"T\n\rLocateRequest\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\r\n\x05\x66iles\x18\x02 \x03(\t\x12\x0c\n\x04load\x18\x03 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x04 \x01(\t\"\xe8\x01\n\x0eLocateResponse\x12&\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x17.pannier.v1.LocatedFile\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65scriptors\x18\x03 \x01(\t\x12\x13\n\x0btoken_first\x18\x04 \x01(\x08\x12\x14\n\x0cwire_version\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x14\n\x0cpeer_address\x18\x07 \x01(\t\x12\x10\n\x08peer_tls\x18\x08 \x01(\x08\x12\x11\n\tpeer_name\x18\n \x01(\t\x12\x16\n\x0erestore_budget\x18\t \x01(\x04\"V\n\x0bLocatedFile\x12\"\n\x04\x66ile\x18\x01 \x01(\x0b\x32\x14.pannier.v1.DataFile\x12\r\n\x05stamp\x18\x02 \x01(\x0c\x12\x14\n\x0cstamp_offset\x18\x03 \x01(\x04\"\xa6\x01\n\x0c\x46\x65tchRequest\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.pannier.v1.FetchStartH\x00\x12\'\n\x05\x66iles\x18\x02 \x01(\x0b\x32\x16.pannier.v1.FetchFilesH\x00\x12)\n\x05\x62lock\x18\x03 \x01(\x0b\x32\x18.pannier.v1.BlockRequestH\x00\x12\x0e\n\x04\x64one\x18\x04 \x01(\x04H\x00\x42\t\n\x07request\"\xc0\x01\n\nFetchStart\x12\x0c\n\x04load\x18\x01 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12$\n\x05hosts\x18\x05 \x03(\x0b\x32\x15.pannier.v1.FetchHost\x12\x0b\n\x03own\x18\x06 \x01(\r\x12%\n\x05\x66iles\x18\x07 \x01(\x0b\x32\x16.pannier.v1.FetchFiles\x12\x14\n\x0cwire_version\x18\x08 \x01(\r\"/\n\tFetchHost\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\"1\n\nFetchFiles\x12#\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x14.pannier.v1.DataFile\"\x8e\x01\n\x0c\x42lockRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ile\x18\x02 \x01(\r\x12\r\n\x05\x62lock\x18\x03 \x01(\x04\x12\x0f\n\x07holders\x18\x04 \x03(\r\x12\x12\n\x05owner\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07readers\x18\x06 \x01(\r\x12\x15\n\rowner_readers\x18\x07 \x01(\rB\x08\n\x06_owner\"q\n\rFetchResponse\x12)\n\x06memory\x18\x01 \x01(\x0b\x32\x17.pannier.v1.FetchMemoryH\x00\x12)\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x18.pannier.v1.FetchedBlockH\x00\x42\n\n\x08response\"T\n\x0b\x46\x65tchMemory\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65scriptors\x18\x03 \x01(\t\x12\x13\n\x0btoken_first\x18\x04 \x01(\x08\"\xb8\x01\n\x0c\x46\x65tchedBlock\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\x12\x0e\n\x06source\x18\x05 \x01(\t\x12\x0c\n\x04kept\x18\x06 \x01(\x08\x12\x10\n\x08rejected\x18\x07 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x08 \x01(\r\x12\x0e\n\x06hedged\x18\t \x01(\r\x12\r\n\x05\x65rror\x18\n \x01(\t\x12\x0f\n\x07retries\x18\x0b \x01(\r\"\xe1\x01\n\x10ReadBlockRequest\x12\x0c\n\x04load\x18\x01 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\x11\n\tfile_size\x18\x05 \x01(\x04\x12\r\n\x05\x62lock\x18\x06 \x01(\x04\x12\x13\n\x06\x63rc32c\x18\x07 \x01(\x07H\x00\x88\x01\x01\x12\x0f\n\x07readers\x18\x08 \x01(\r\x12\x12\n\nspool_only\x18\t \x01(\x08\x12\x0c\n\x04host\x18\n \x01(\t\x12\x14\n\x0cwire_version\x18\x0b \x01(\rB\t\n\x07_crc32c\"W\n\x11ReadBlockResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x06\x63rc32c\x18\x02 \x01(\x07H\x00\x88\x01\x01\x12\x14\n\x0c\x66rom_storage\x18\x03 \x01(\x08\x42\t\n\x07_crc32c\"s\n\x10ReplicateRequest\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.pannier.v1.ReplicaStartH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.pannier.v1.ReplicaChunkH\x00\x42\t\n\x07request\"\xae\x01\n\x0cReplicaStart\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12$\n\x07receipt\x18\x02 \x01(\x0b\x32\x13.pannier.v1.Receipt\x12\x12\n\ncreated_at\x18\x03 \x01(\x01\x12\x16\n\x0esave_timeout_s\x18\x04 \x01(\x01\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x14\n\x0cwire_version\x18\x06 \x01(\r\"J\n\x0cReplicaChunk\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\"3\n\x11ReplicateResponse\x12\x0c\n\x04held\x18\x01 \x03(\x04\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\x32\xcf\x01\n\x07Restore\x12?\n\x06Locate\x12\x19.pannier.v1.LocateRequest\x1a\x1a.pannier.v1.LocateResponse\x12@\n\x05\x46\x65tch\x12\x18.pannier.v1.FetchRequest\x1a\x19.pannier.v1.FetchResponse(\x01\x30\x01\x12\x41\n\x06Report\x12\x19.pannier.v1.ReportRequest\x1a\x1a.pannier.v1.ReportResponse(\x01\x32\xa0\x01\n\x04Peer\x12J\n\tReadBlock\x12\x1c.pannier.v1.ReadBlockRequest\x1a\x1d.pannier.v1.ReadBlockResponse0\x01\x12L\n\tReplicate\x12\x1c.pannier.v1.ReplicateRequest\x1a\x1d.pannier.v1.ReplicateResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pannier.v1.restore_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOCATEREQUEST']._serialized_start=96
-  _globals['_LOCATEREQUEST']._serialized_end=180
-  _globals['_LOCATERESPONSE']._serialized_start=183
-  _globals['_LOCATERESPONSE']._serialized_end=415
-  _globals['_LOCATEDFILE']._serialized_start=417
-  _globals['_LOCATEDFILE']._serialized_end=503
-  _globals['_FETCHREQUEST']._serialized_start=506
-  _globals['_FETCHREQUEST']._serialized_end=672
-  _globals['_FETCHSTART']._serialized_start=675
-  _globals['_FETCHSTART']._serialized_end=867
-  _globals['_FETCHHOST']._serialized_start=869
-  _globals['_FETCHHOST']._serialized_end=916
-  _globals['_FETCHFILES']._serialized_start=918
-  _globals['_FETCHFILES']._serialized_end=967
-  _globals['_BLOCKREQUEST']._serialized_start=970
-  _globals['_BLOCKREQUEST']._serialized_end=1112
-  _globals['_FETCHRESPONSE']._serialized_start=1114
-  _globals['_FETCHRESPONSE']._serialized_end=1227
-  _globals['_FETCHMEMORY']._serialized_start=1229
-  _globals['_FETCHMEMORY']._serialized_end=1313
-  _globals['_FETCHEDBLOCK']._serialized_start=1316
-  _globals['_FETCHEDBLOCK']._serialized_end=1500
-  _globals['_READBLOCKREQUEST']._serialized_start=1503
-  _globals['_READBLOCKREQUEST']._serialized_end=1728
-  _globals['_READBLOCKRESPONSE']._serialized_start=1730
-  _globals['_READBLOCKRESPONSE']._serialized_end=1817
-  _globals['_RESTORE']._serialized_start=1820
-  _globals['_RESTORE']._serialized_end=2027
-  _globals['_PEER']._serialized_start=2029
-  _globals['_PEER']._serialized_end=2111
+  _globals['_LOCATEREQUEST']._serialized_start=122
+  _globals['_LOCATEREQUEST']._serialized_end=206
+  _globals['_LOCATERESPONSE']._serialized_start=209
+  _globals['_LOCATERESPONSE']._serialized_end=441
+  _globals['_LOCATEDFILE']._serialized_start=443
+  _globals['_LOCATEDFILE']._serialized_end=529
+  _globals['_FETCHREQUEST']._serialized_start=532
+  _globals['_FETCHREQUEST']._serialized_end=698
+  _globals['_FETCHSTART']._serialized_start=701
+  _globals['_FETCHSTART']._serialized_end=893
+  _globals['_FETCHHOST']._serialized_start=895
+  _globals['_FETCHHOST']._serialized_end=942
+  _globals['_FETCHFILES']._serialized_start=944
+  _globals['_FETCHFILES']._serialized_end=993
+  _globals['_BLOCKREQUEST']._serialized_start=996
+  _globals['_BLOCKREQUEST']._serialized_end=1138
+  _globals['_FETCHRESPONSE']._serialized_start=1140
+  _globals['_FETCHRESPONSE']._serialized_end=1253
+  _globals['_FETCHMEMORY']._serialized_start=1255
+  _globals['_FETCHMEMORY']._serialized_end=1339
+  _globals['_FETCHEDBLOCK']._serialized_start=1342
+  _globals['_FETCHEDBLOCK']._serialized_end=1526
+  _globals['_READBLOCKREQUEST']._serialized_start=1529
+  _globals['_READBLOCKREQUEST']._serialized_end=1754
+  _globals['_READBLOCKRESPONSE']._serialized_start=1756
+  _globals['_READBLOCKRESPONSE']._serialized_end=1843
+  _globals['_REPLICATEREQUEST']._serialized_start=1845
+  _globals['_REPLICATEREQUEST']._serialized_end=1960
+  _globals['_REPLICASTART']._serialized_start=1963
+  _globals['_REPLICASTART']._serialized_end=2137
+  _globals['_REPLICACHUNK']._serialized_start=2139
+  _globals['_REPLICACHUNK']._serialized_end=2213
+  _globals['_REPLICATERESPONSE']._serialized_start=2215
+  _globals['_REPLICATERESPONSE']._serialized_end=2266
+  _globals['_RESTORE']._serialized_start=2269
+  _globals['_RESTORE']._serialized_end=2476
+  _globals['_PEER']._serialized_start=2479
+  _globals['_PEER']._serialized_end=2639
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,6 @@
 from pannier.v1 import load_status_pb2 as _load_status_pb2
 from pannier.v1 import records_pb2 as _records_pb2
+from pannier.v1 import sidecar_pb2 as _sidecar_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -199,3 +200,47 @@ class ReadBlockResponse(_message.Message):
     crc32c: int
     from_storage: bool
     def __init__(self, data: _Optional[bytes] = ..., crc32c: _Optional[int] = ..., from_storage: bool = ...) -> None: ...
+
+class ReplicateRequest(_message.Message):
+    __slots__ = ("start", "chunk")
+    START_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    start: ReplicaStart
+    chunk: ReplicaChunk
+    def __init__(self, start: _Optional[_Union[ReplicaStart, _Mapping]] = ..., chunk: _Optional[_Union[ReplicaChunk, _Mapping]] = ...) -> None: ...
+
+class ReplicaStart(_message.Message):
+    __slots__ = ("context", "receipt", "created_at", "save_timeout_s", "host", "wire_version")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    CREATED_AT_FIELD_NUMBER: _ClassVar[int]
+    SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    context: _sidecar_pb2.SaveContext
+    receipt: _records_pb2.Receipt
+    created_at: float
+    save_timeout_s: float
+    host: str
+    wire_version: int
+    def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., receipt: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., created_at: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., host: _Optional[str] = ..., wire_version: _Optional[int] = ...) -> None: ...
+
+class ReplicaChunk(_message.Message):
+    __slots__ = ("file", "offset", "data", "crc32c")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    file: int
+    offset: int
+    data: bytes
+    crc32c: int
+    def __init__(self, file: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class ReplicateResponse(_message.Message):
+    __slots__ = ("held", "complete")
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    held: _containers.RepeatedScalarFieldContainer[int]
+    complete: bool
+    def __init__(self, held: _Optional[_Iterable[int]] = ..., complete: bool = ...) -> None: ...

@@ -217,6 +217,11 @@ class PeerStub(object):
                 request_serializer=pannier_dot_v1_dot_restore__pb2.ReadBlockRequest.SerializeToString,
                 response_deserializer=pannier_dot_v1_dot_restore__pb2.ReadBlockResponse.FromString,
                 _registered_method=True)
+        self.Replicate = channel.stream_stream(
+                '/pannier.v1.Peer/Replicate',
+                request_serializer=pannier_dot_v1_dot_restore__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=pannier_dot_v1_dot_restore__pb2.ReplicateResponse.FromString,
+                _registered_method=True)
 
 
 class PeerServicer(object):
@@ -231,6 +236,17 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replicate(self, request_iterator, context):
+        """A copy of one rank's data files for this host's spool, once the rank is ingested: one
+        stream per rank and save. The first request is `start`. The first response has what
+        is held already; the caller goes on from there, in order per file.
+        RESOURCE_EXHAUSTED: no room. FAILED_PRECONDITION: this host takes no replicas, or not
+        this one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -238,6 +254,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.ReadBlock,
                     request_deserializer=pannier_dot_v1_dot_restore__pb2.ReadBlockRequest.FromString,
                     response_serializer=pannier_dot_v1_dot_restore__pb2.ReadBlockResponse.SerializeToString,
+            ),
+            'Replicate': grpc.stream_stream_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=pannier_dot_v1_dot_restore__pb2.ReplicateRequest.FromString,
+                    response_serializer=pannier_dot_v1_dot_restore__pb2.ReplicateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,6 +289,33 @@ class Peer(object):
             '/pannier.v1.Peer/ReadBlock',
             pannier_dot_v1_dot_restore__pb2.ReadBlockRequest.SerializeToString,
             pannier_dot_v1_dot_restore__pb2.ReadBlockResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicate(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pannier.v1.Peer/Replicate',
+            pannier_dot_v1_dot_restore__pb2.ReplicateRequest.SerializeToString,
+            pannier_dot_v1_dot_restore__pb2.ReplicateResponse.FromString,
             options,
             channel_credentials,
             insecure,

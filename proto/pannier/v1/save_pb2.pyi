@@ -108,7 +108,7 @@ class Failure(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "host", "phase", "bytes_staged", "bytes_ingested", "bytes_uploaded", "bytes_durable", "retries", "last_error", "seconds_since_seen", "transport", "stalled_s", "planned_s", "staged_s", "ingested_s", "durable_s")
+    __slots__ = ("rank", "host", "phase", "bytes_staged", "bytes_ingested", "bytes_uploaded", "bytes_durable", "retries", "last_error", "seconds_since_seen", "transport", "stalled_s", "planned_s", "staged_s", "ingested_s", "durable_s", "replica_host", "bytes_replicated")
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,8 @@ class RankStatus(_message.Message):
     STAGED_S_FIELD_NUMBER: _ClassVar[int]
     INGESTED_S_FIELD_NUMBER: _ClassVar[int]
     DURABLE_S_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_HOST_FIELD_NUMBER: _ClassVar[int]
+    BYTES_REPLICATED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     host: str
     phase: RankPhase
@@ -141,7 +143,9 @@ class RankStatus(_message.Message):
     staged_s: float
     ingested_s: float
     durable_s: float
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., phase: _Optional[_Union[RankPhase, str]] = ..., bytes_staged: _Optional[int] = ..., bytes_ingested: _Optional[int] = ..., bytes_uploaded: _Optional[int] = ..., bytes_durable: _Optional[int] = ..., retries: _Optional[int] = ..., last_error: _Optional[str] = ..., seconds_since_seen: _Optional[float] = ..., transport: _Optional[str] = ..., stalled_s: _Optional[float] = ..., planned_s: _Optional[float] = ..., staged_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ...) -> None: ...
+    replica_host: str
+    bytes_replicated: int
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., phase: _Optional[_Union[RankPhase, str]] = ..., bytes_staged: _Optional[int] = ..., bytes_ingested: _Optional[int] = ..., bytes_uploaded: _Optional[int] = ..., bytes_durable: _Optional[int] = ..., retries: _Optional[int] = ..., last_error: _Optional[str] = ..., seconds_since_seen: _Optional[float] = ..., transport: _Optional[str] = ..., stalled_s: _Optional[float] = ..., planned_s: _Optional[float] = ..., staged_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., replica_host: _Optional[str] = ..., bytes_replicated: _Optional[int] = ...) -> None: ...
 
 class WaitingOn(_message.Message):
     __slots__ = ("ranks", "text", "deadline_s")
@@ -154,7 +158,7 @@ class WaitingOn(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class SaveStatus(_message.Message):
-    __slots__ = ("save", "id", "checkpoint_id", "attempt", "state", "ranks", "failures", "waiting_on", "created_at", "planned_s", "ingested_s", "durable_s", "committed_s", "bytes_total", "note", "plan_id", "full_plan_requested", "equal_plan_ids")
+    __slots__ = ("save", "id", "checkpoint_id", "attempt", "state", "ranks", "failures", "waiting_on", "created_at", "planned_s", "ingested_s", "durable_s", "committed_s", "bytes_total", "note", "plan_id", "full_plan_requested", "equal_plan_ids", "replicated_ranks")
     SAVE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +177,7 @@ class SaveStatus(_message.Message):
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     FULL_PLAN_REQUESTED_FIELD_NUMBER: _ClassVar[int]
     EQUAL_PLAN_IDS_FIELD_NUMBER: _ClassVar[int]
+    REPLICATED_RANKS_FIELD_NUMBER: _ClassVar[int]
     save: SaveId
     id: str
     checkpoint_id: str
@@ -191,7 +196,8 @@ class SaveStatus(_message.Message):
     plan_id: str
     full_plan_requested: bool
     equal_plan_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, save: _Optional[_Union[SaveId, _Mapping]] = ..., id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[SaveState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[WaitingOn, _Mapping]] = ..., created_at: _Optional[float] = ..., planned_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ..., plan_id: _Optional[str] = ..., full_plan_requested: bool = ..., equal_plan_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    replicated_ranks: int
+    def __init__(self, save: _Optional[_Union[SaveId, _Mapping]] = ..., id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[SaveState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[WaitingOn, _Mapping]] = ..., created_at: _Optional[float] = ..., planned_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ..., plan_id: _Optional[str] = ..., full_plan_requested: bool = ..., equal_plan_ids: _Optional[_Iterable[str]] = ..., replicated_ranks: _Optional[int] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("type", "message", "failures", "resume_at")
