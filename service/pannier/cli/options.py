@@ -273,6 +273,33 @@ restore_budget_option = option(
     "way included; at least one block of 8 MiB, and one under way.  [default: 256MiB]",
 )
 
+replicas_options = combined(
+    option(
+        "--replicas",
+        type=click.IntRange(0, 1),
+        default=0,
+        show_default=True,
+        metavar="0|1",
+        help="With 1, what this host's ranks save is also sent to the spool of another host, which uploads it if "
+        "this one is lost before it has; and this host keeps another's. Needs --peers. Not with --jobs.",
+    ),
+    option(
+        "--replicas-limit",
+        type=Size(),
+        default="256MiB",
+        show_default=True,
+        metavar="SIZE",
+        help="Most bytes per second that are sent there; half of it while uploads are under way.",
+    ),
+    option(
+        "--failure-domain",
+        metavar="NAME",
+        help="Rack, zone or other label: a replica goes to a host with another one.  [default: the host's "
+        "name]",
+    ),
+)
+"""Of sidecars, and of `pannier up` for its own."""
+
 daemon_options = combined(
     option(
         "--listen",

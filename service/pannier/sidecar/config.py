@@ -10,10 +10,12 @@ from pannier.daemon.listeners import check_exposure
 from pannier.daemon.settings import DaemonSettings
 from pannier.wire.addresses import is_wildcard, parse_address
 from pannier.wire.chunk_codec import BLOCK_BYTES
-from pannier.wire.errors import ConfigurationError
+from pannier.wire.errors import ConfigurationError, InvalidRequestError
+from pannier.wire.limits import check_host
 from pannier.wire.tls import is_unix
 
 _LEAST_MEMORY: Final = 8 << 20
+_LEAST_LIMIT: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,12 @@ class SidecarConfig(DaemonSettings):
     """A name that the certificates of all peers have; empty: each has the host of its address."""
     restore_budget: int = 256 << 20
     """Most bytes of blocks that are kept for loads. Of each of ``jobs``."""
+    replicas: int = 0
+    """Other hosts that get a copy of what this host's ranks save: 0, or 1, which then keep theirs here, too."""
+    replicas_limit: int = 256 << 20
+    """Most bytes per second that are sent to another host's spool; half of it while uploads run."""
+    failure_domain: str = ""
+    """Hosts of one domain are lost together; empty: the host's name."""
     idle_exit_s: float | None = None
     """Exit after so many seconds without a client or an undecided save; None: never."""
     grace_s: float = 30
@@ -79,11 +87,33 @@ class SidecarConfig(DaemonSettings):
         if self.peers is not None:
             object.__setattr__(self, "peers", _peer_address(self.peers))
             check_exposure(self.peers, self.tls, self.insecure_listen, setting="--peers")
+        self._check_replicas()
         if not 0 <= self.nice <= 19:
             raise ConfigurationError(f"--nice {self.nice} is not from 0 to 19")
         for setting, value in (("--idle-exit", self.idle_exit_s), ("--grace", self.grace_s)):
             if value is not None and not value > 0:
                 raise ConfigurationError(f"{setting} {value} is not a positive number of seconds")
+
+    def _check_replicas(self) -> None:
+        if self.replicas not in (0, 1):
+            raise ConfigurationError(
+                f"--replicas {self.replicas} is neither 0 nor 1: one other host gets a copy, or none"
+            )
+        if self.replicas and self.peers is None:
+            raise ConfigurationError(
+                "--replicas 1 needs --peers HOST:PORT, where the sidecars of other hosts send their replicas to"
+            )
+        if self.replicas_limit < _LEAST_LIMIT:
+            raise ConfigurationError(
+                f"--replicas-limit {self.replicas_limit} is too little: give at least "
+                f"{_LEAST_LIMIT >> 20} MiB per second"
+            )
+        try:
+            check_host(self.failure_domain)
+        except InvalidRequestError as error:
+            raise ConfigurationError(f"--failure-domain: {error}") from error
+        if not self.failure_domain:
+            object.__setattr__(self, "failure_domain", self.host)
 
     def _check_jobs(self) -> None:
         if not is_unix(self.address):
@@ -91,6 +121,7 @@ class SidecarConfig(DaemonSettings):
                 f"--address={self.address} is not a unix:///path: the sockets of --jobs lie beside it"
             )
         for setting, value, instead in (
+            ("--replicas", self.replicas, "replicas of one job are not for the hosts of another"),
             ("--peers", self.peers, "blocks of one job are not for the peers of another"),
             ("--listen", self.listen, "trainers reach it by their jobs' sockets only"),
             ("--allow", self.allow, "each job's file names its own roots"),

@@ -22,6 +22,11 @@ from pannier.wire import errors
         ({"peers": "[::]:7073"}, r"--peers=\[::\]:7073 is no address that"),
         ({"peers": "10.0.0.7:7073"}, r"--peers=10\.0\.0\.7:7073 can be reached .*--tls-cert"),
         ({"peers": "127.0.0.1:7073", "jobs": Path("/jobs")}, "--peers doesn't go with --jobs"),
+        ({"replicas": 2}, "--replicas 2 is neither 0 nor 1"),
+        ({"replicas": 1}, "--replicas 1 needs --peers"),
+        ({"replicas": 1, "jobs": Path("/jobs")}, "--replicas doesn't go with --jobs"),
+        ({"replicas_limit": 1000}, r"--replicas-limit 1000 .* at least 1 MiB per second"),
+        ({"failure_domain": "rack\n1"}, "--failure-domain: .* printable"),
         ({"spool_budget": 0}, "--spool-budget"),
         ({"grace_s": 0.0}, "--grace"),
         ({"idle_exit_s": -1.0}, "--idle-exit"),
@@ -46,3 +51,11 @@ def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> 
 def test_peers_may_have_an_address_of_either_kind_in_brackets(given: str, used: str) -> None:
     config = SidecarConfig(coordinator="host:1", spool=Path("/spool"), peers=given)
     assert config.peers == used
+
+
+@pytest.mark.parametrize(("given", "used"), [("", "node-0"), ("rack-7", "rack-7")])
+def test_without_a_label_each_host_is_a_failure_domain(given: str, used: str) -> None:
+    config = SidecarConfig(
+        coordinator="host:1", spool=Path("/spool"), host="node-0", failure_domain=given
+    )
+    assert config.failure_domain == used

@@ -12,6 +12,7 @@ from pannier.cli.options import (
     daemon_options,
     option,
     peers_option,
+    replicas_options,
     restore_budget_option,
 )
 
@@ -69,6 +70,7 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     "each has the host of its --peers]",
 )
 @restore_budget_option
+@replicas_options
 @option(
     "--nice",
     type=click.IntRange(0, 19),
