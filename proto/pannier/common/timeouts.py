@@ -302,6 +302,24 @@ PEER_AVOIDED_S: Final = 10.0 * SCALE
 LOAD_KNOWN_S: Final = 900.0 * SCALE
 """Peers may read blocks of a load for so long after a rank here has announced it."""
 
+# Replicas in the spool of another host
+
+REPLICA_ACK_S: Final = 0.5 * SCALE
+"""Between two reports of a host how much of a replica it has."""
+REPLICA_STALL_S: Final = 30.0 * SCALE
+"""For a host to take bytes of a replica, or to confirm the last ones; then it is sent again."""
+REPLICA_AGAIN_S: Final = 0.5 * SCALE
+"""First pause before a replica is sent again; then it doubles."""
+REPLICA_LONGEST_AGAIN_S: Final = 10.0 * SCALE
+"""Longest such pause."""
+REPLICA_STALE_S: Final = 60.0 * SCALE
+"""A replica of which nothing arrived for so long is given up, unless it is complete."""
+REPLICA_OUTCOME_S: Final = 30.0 * SCALE
+"""Without the coordinator's status of a replica's save for so long, storage is asked how it ended."""
+REPLICA_KEPT_S: Final = 3600.0 * SCALE
+"""A complete replica stays for so long after its save's deadline if no outcome is known: the job's next
+coordinator may have it uploaded."""
+
 # Leases of readers
 
 LEASE_RENEW_S: Final = 30.0 * SCALE

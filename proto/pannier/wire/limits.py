@@ -217,6 +217,39 @@ def check_read_block(request: restore_pb2.ReadBlockRequest) -> None:
         _at_most(len(text.encode()), MAX_CHECKPOINT_ID, f"bytes of {what}")
 
 
+def check_replica(start: restore_pb2.ReplicaStart) -> None:
+    """The save, attempt and files of a rank that another host sends: what it writes to storage if it takes over."""
+    check_context(start.context)
+    check_host(start.host)
+    check_words(attempt=start.receipt.attempt, plan_id=start.receipt.plan_id)
+    check_seconds(save_timeout_s=start.save_timeout_s)
+    receipt, rank = start.receipt, start.context.rank
+    where = f"the replica of rank {rank} from {start.host}"
+    if not math.isfinite(start.created_at):
+        raise InvalidRequestError(f"{where} was created at {start.created_at}")
+    if not object_names.Attempt.parse(receipt.attempt).is_of(start.context.save):
+        raise InvalidRequestError(f"{where}: {receipt.attempt} is an attempt of another save")
+    if receipt.rank != rank or not receipt.plan_id:
+        raise InvalidRequestError(
+            f"{where} comes with a receipt of rank {receipt.rank} under plan {receipt.plan_id!r}"
+        )
+    check_host(receipt.host)
+    check_metrics(receipt.metrics)
+    _at_most(len(receipt.files), MAX_FILES, "data files of a rank")
+    _at_most(len(receipt.varying), MAX_ITEMS, "items of a rank's plan")
+    sizes = {file.name: file.size for file in receipt.files}
+    if len(sizes) != len(receipt.files):
+        raise InvalidRequestError(f"{where} names a file twice")
+    for name in sizes:
+        object_names.check_data_file(name, receipt.attempt, rank)
+    for item in receipt.varying:
+        if item.offset + item.length > sizes.get(item.file, 0):
+            raise InvalidRequestError(
+                f"{where}: item {item.position} is announced at offset {item.offset} of {item.file!r}, "
+                "which is not in it"
+            )
+
+
 def check_load_report(report: load_status_pb2.LoadReport) -> None:
     """The sizes in a report of a load, and its names, which appear in tables and logs."""
     status = report.status

@@ -1,6 +1,6 @@
 """The ``Attach`` stream to the coordinator: reports of this host's ranks out, status updates in.
 
-In: changes of saves. Out: reports, heartbeats, and the coordinator's statuses for
+In: changes of saves, and replicas. Out: reports, heartbeats, and the coordinator's statuses for
 :class:`~pannier.sidecar.save_registry.SaveRegistry`. After a reconnect all undecided ranks are reported
 again. On the event loop.
 """
@@ -19,6 +19,7 @@ import grpc
 from pannier.common import observer_clock, timeouts
 from pannier.sidecar.coordinator_client import CoordinatorClient
 from pannier.sidecar.liveness import TrainerLiveness
+from pannier.sidecar.replicas.exchange import Replicas
 from pannier.sidecar.restore.load_reports import LoadReports, Sent
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import FAILED, RankSave, Save
@@ -55,6 +56,9 @@ class _StreamState:
     trainers_at: float = 0.0
     planning_at: float = 0.0
     loads: Sent = field(default_factory=Sent)
+    began: float = field(default_factory=time.monotonic)
+    replicated: set[str] = field(default_factory=set)
+    """Keys of saves whose ranks were listed in a report of a replica."""
 
     @property
     def heartbeat_due(self) -> bool:
@@ -66,6 +70,7 @@ class CoordinatorStream:
 
     Args:
         copies: what this host has for loads.
+        replicas: of other hosts' ranks here, and of its own there.
         host: the name of this host.
         sidecar_id: random id of this process, the same for all its streams.
         job: the only job that the sidecar serves; empty: any.
@@ -80,6 +85,7 @@ class CoordinatorStream:
         watches: Watches,
         loads: LoadReports,
         copies: Callable[[], coordinator_pb2.HeldCopies],
+        replicas: Replicas,
         host: str,
         sidecar_id: str,
         job: str = "",
@@ -90,6 +96,7 @@ class CoordinatorStream:
         self._watches = watches
         self._loads = loads
         self._copies = copies
+        self._replicas = replicas
         self._host = host
         self._sidecar_id = sidecar_id
         self._job = job
@@ -196,6 +203,8 @@ class CoordinatorStream:
             for status in response.saves:
                 self._saves.apply_status(status)
                 self._watches.apply_status(status)
+                self._replicas.apply_status(status)
+            self._replicas.apply(response)
 
     async def _keep_writing(self, call: Any, state: _StreamState) -> None:
         while True:
@@ -222,7 +231,11 @@ class CoordinatorStream:
         """Introduces the sidecar and reports all that the coordinator may have missed."""
         self._changed = {}
         request = coordinator_pb2.AttachRequest(
-            wire_version=WIRE_VERSION, host=self._host, sidecar=self._sidecar_id, job=self._job
+            wire_version=WIRE_VERSION,
+            host=self._host,
+            sidecar=self._sidecar_id,
+            job=self._job,
+            replicas=self._replicas.offer(),
         )
         undecided = self._saves.undecided()
         self._add_reports(
@@ -239,8 +252,9 @@ class CoordinatorStream:
         self, state: _StreamState, ranks: list[RankSave], *, requested: bool
     ) -> coordinator_pb2.AttachRequest:
         now = time.monotonic()
-        if len(state.reported) > _REPORTED_KEPT:
-            state.reported.intersection_update(save.key for save in self._saves.undecided())
+        for known in (state.reported, state.replicated):
+            if len(known) > _REPORTED_KEPT:
+                known.intersection_update(save.key for save in self._saves.undecided())
         request = coordinator_pb2.AttachRequest()
         self._add_reports(request, state, ranks)
         if ranks or now - state.trainers_at >= timeouts.HEARTBEAT_S:
@@ -253,6 +267,7 @@ class CoordinatorStream:
         if now - state.planning_at >= timeouts.HEARTBEAT_S:
             state.planning_at = now
             request.watched.extend(self._planning(state))
+            request.watched.extend(self._replicas.unknown(state.began))
         return request
 
     def _add_reports(
@@ -274,6 +289,7 @@ class CoordinatorStream:
     def _add_trainers(self, request: coordinator_pb2.AttachRequest, state: _StreamState) -> None:
         request.trainers.extend(self._trainers.report())
         request.copies.CopyFrom(self._copies())
+        request.copies.replicas.extend(self._replicas.reports(state.replicated))
         state.trainers_at = time.monotonic()
 
     def _planning(self, state: _StreamState) -> list[sidecar_pb2.PendingSave]:

@@ -116,12 +116,15 @@ class SaveRegistry:
         receipt: records_pb2.Receipt | None = None,
         failure: save_pb2.Failure | None = None,
         outcome: save_pb2.SaveStatus | None = None,
+        replica: bool = False,
     ) -> RankSave:
-        """The rank as the journal recorded it; before the first call. The caller adds its files.
+        """The rank as the journal recorded it, or as its host had ingested it; before its first call. The caller
+        adds its files.
 
         Args:
             save_timeout_s: what is left until the save's deadline; 0: not known.
             outcome: how the save had ended; the same for all its ranks.
+            replica: it is taken over from another host.
         """
         key = save_text(context.save)
         save = self._undecided.get(key) or self._ended.get(key)
@@ -131,6 +134,7 @@ class SaveRegistry:
                 save.end(outcome)
             (self._undecided if outcome is None else self._ended)[key] = save
         rank = save.add_rank(context)
+        rank.replica = replica
         rank.restore(
             phase,
             attempt,
@@ -231,6 +235,12 @@ class SaveRegistry:
             for rank in save.ranks.values():
                 self.record_progress(rank)
 
+    def record_replicated(self, rank: RankSave, host: str, count: int) -> None:
+        """So many bytes of the rank are in the spool of another host, too."""
+        rank.transfer.replica_host, rank.transfer.replicated = host, count
+        if rank.save.outcome is None:
+            self.record_progress(rank)
+
     def record_retry(self, rank: RankSave, reason: str) -> None:
         """A request of one of its uploads is retried."""
         rank.transfer.retry(reason)
@@ -305,6 +315,10 @@ class SaveRegistry:
         key = save_text(context.save)
         save = self._undecided.get(key) or self._ended.get(key)
         return save.ranks.get(context.rank) if save is not None else None
+
+    def has_ended(self, save: save_pb2.SaveId) -> bool:
+        """Whether the save is remembered as ended."""
+        return save_text(save) in self._ended
 
     def holds(self, context: sidecar_pb2.SaveContext) -> bool:
         """Whether the rank has got further than a call that waits for its plan."""

@@ -111,6 +111,10 @@ class Transfer:
     """Retried requests of its uploads."""
     last_error: str = ""
     """Why the last of them was retried."""
+    replica_host: str = ""
+    """The host that gets a copy of its files."""
+    replicated: int = 0
+    """Bytes of them that it has confirmed."""
 
     def retry(self, reason: str) -> None:
         """Counts a retry."""
@@ -139,6 +143,8 @@ class RankSave:
         self.last_seen = observer_clock.now()
         """When the trainer last sent something, a ping at least."""
         self.transfer = Transfer()
+        self.replica = False
+        """Of another host, whose files are here as well (:mod:`pannier.sidecar.replicas`)."""
         self.opening = asyncio.Lock()
         """Held by :mod:`pannier.sidecar.ingest` while a file is opened: reserving space may take long."""
 

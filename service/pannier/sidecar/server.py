@@ -33,6 +33,8 @@ from pannier.sidecar.multi_job.auth import JobAuth, JobAuthInterceptor
 from pannier.sidecar.multi_job.descriptor_socket import descriptor_socket
 from pannier.sidecar.multi_job.job_config import JobConfig
 from pannier.sidecar.multi_job.sockets import serving_job
+from pannier.sidecar.replicas.exchange import Replicas
+from pannier.sidecar.replicas.held_replicas import HeldReplicas
 from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.restore.load_reports import LoadReports
 from pannier.sidecar.restore.local_copies import LocalCopies
@@ -113,7 +115,7 @@ class Sidecar:
         ticking = self._ticking = asyncio.get_running_loop().create_task(self._keep_ticking())
         try:
             while not await stop.wait(timeouts.CHECK_S):
-                if self._is_idle():
+                if self._is_idle() and not await self.replicas.held.take_over_all():
                     await self._leave_undecided()
                     return
                 if self.auth is not None and self.auth.leaving and not self.saves.undecided():
@@ -132,7 +134,8 @@ class Sidecar:
             return False
         saves_s = self.saves.idle_s(self._coordinator.detached_s)
         idle_s = min(
-            saves_s, self._connections.idle_s() or 0.0, self._loads.idle_s(), self.blocks.idle_s()
+            *(saves_s, self.replicas.idle_s(self._coordinator.detached_s)),
+            *(self._connections.idle_s() or 0.0, self._loads.idle_s(), self.blocks.idle_s()),
         )
         if idle_s < self.config.idle_exit_s:
             return False
@@ -158,6 +161,7 @@ class Sidecar:
         await self._mapped.tick()
         await self.local_copies.tick(self._connections.jobs())
         await self.blocks.tick()
+        await self.replicas.tick()
         await reservation_threads.run(self.spool.trim, self._connections.jobs())
         await self._journal.compact()
         if self.auth is not None:
@@ -228,7 +232,8 @@ class Sidecar:
         self._add_listeners()
         # Before the coordinator sees this process: it fails ranks that aren't reported then.
         for rank in await recover(
-            self._journal, self.spool, self.saves, self._uploads, self.local_copies, self._mapped
+            *(self._journal, self.spool, self.saves, self._uploads),
+            *(self.local_copies, self._mapped, self.replicas.held),
         ):
             self._connections.expect(rank, timeouts.RECOVERED_TRAINER_CONNECT_S)
         self._metrics.set_baseline(self.saves.undecided())
@@ -243,6 +248,7 @@ class Sidecar:
             )
         )
         await stack.enter_async_context(self._coordinator.running())
+        await stack.enter_async_context(self.replicas.running())
         await stack.enter_async_context(self._stream.running())
         await self._serve(stack)
 
@@ -256,17 +262,6 @@ class Sidecar:
         self._publisher = StatusPublisher(self.status_registry, self._coordinator)
         self.trainers = TrainerLiveness(self.saves)
         watches = Watches(self.saves, lambda: self._stream.request_statuses())
-        self._stream = CoordinatorStream(
-            self._coordinator,
-            self.saves,
-            trainers=self.trainers,
-            watches=watches,
-            loads=self._loads,
-            copies=lambda: self.local_copies.held(self._peer_address),
-            host=config.host,
-            sidecar_id=uuid.uuid4().hex,
-            job="" if self._job is None else self._job.name,
-        )
         self._mapped = MappedFiles(
             self.spool, lambda clients: self._connections.request_room(clients)
         )
@@ -286,6 +281,23 @@ class Sidecar:
             open_store=self._open_store,
         )
         stack.push_async_callback(self._uploads.close)
+        held = HeldReplicas(
+            *(self.saves, self.spool, self._mapped, self._journal, self.local_copies),
+            *(self._uploads, config.host),
+        )
+        self.replicas = Replicas(config, self.saves, held)
+        self._stream = CoordinatorStream(
+            self._coordinator,
+            self.saves,
+            trainers=self.trainers,
+            watches=watches,
+            loads=self._loads,
+            copies=lambda: self.local_copies.held(self._peer_address),
+            replicas=self.replicas,
+            host=config.host,
+            sidecar_id=uuid.uuid4().hex,
+            job="" if self._job is None else self._job.name,
+        )
         self._connections = Connections(
             self.saves,
             host=config.host,
@@ -301,6 +313,7 @@ class Sidecar:
             self._journal.on_change,
             self._publisher.on_change,
             self._uploads.on_change,
+            self.replicas.sender.on_change,
             self._stream.on_change,
             self._metrics.on_change,
             self._connections.on_change,
@@ -349,7 +362,9 @@ class Sidecar:
         descriptors = descriptor_socket(config, self.auth, self._mapped, self._open_for_loads)
         if descriptors is not None:
             self._descriptors = await stack.enter_async_context(descriptors)
-        self._peer_address = await stack.enter_async_context(serving_peers(config, self.blocks))
+        self._peer_address = await stack.enter_async_context(
+            serving_peers(config, self.blocks, self.replicas)
+        )
         await server.start()
         await self._status_services.serve()
         self._serves = True

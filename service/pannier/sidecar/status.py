@@ -52,6 +52,8 @@ def rank_status(rank: RankSave) -> save_pb2.RankStatus:
         seconds_since_seen=observer_clock.now() - rank.last_seen,
         transport=transfer.transport,
         stalled_s=transfer.stalled_s,
+        replica_host=transfer.replica_host,
+        bytes_replicated=transfer.replicated,
     )
     set_times(status, rank.reached, rank.save.start)
     return status

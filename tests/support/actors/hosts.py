@@ -18,7 +18,10 @@ from support.processes.stretch import BOUND_S
 class Host:
     """One host: a sidecar, its coordinator, and trainers on demand."""
 
-    def __init__(self, coordinator: ScriptedCoordinator, sockets: Path, memory: Path) -> None:
+    def __init__(
+        self, coordinator: ScriptedCoordinator, sockets: Path, memory: Path, name: str
+    ) -> None:
+        self.name = name
         self.coordinator = coordinator
         self.address = f"unix://{sockets}/s.sock"
         self.spool = memory / "spool"
@@ -33,7 +36,7 @@ class Host:
             address=self.address,
             coordinator=self.coordinator.address,
             spool=self.spool,
-            host="node-0",
+            host=self.name,
             **settings,  # type: ignore[arg-type]
         )
         self.sidecar = Sidecar(config, store)
@@ -51,7 +54,7 @@ class Host:
             self.end()
 
     def trainer(self, rank: int = 0, ranks: tuple[int, ...] = (0,), **settings: str) -> Trainer:
-        trainer = Trainer(self.address, rank=rank, ranks=ranks, **settings)
+        trainer = Trainer(self.address, rank=rank, ranks=ranks, host=self.name, **settings)
         self._trainers.append(trainer)
         trainer.connect()
         return trainer
@@ -66,12 +69,12 @@ class Host:
 
 
 @contextmanager
-def running_host() -> Iterator[Host]:
+def running_host(name: str = "node-0") -> Iterator[Host]:
     """One whose sidecar isn't started yet; all is ended and removed afterwards."""
     sockets, memory = short_directory(), memory_directory()
     try:
         with ScriptedCoordinator(f"unix://{sockets}/c.sock") as coordinator:
-            made = Host(coordinator, sockets, memory)
+            made = Host(coordinator, sockets, memory, name)
             try:
                 yield made
             finally:

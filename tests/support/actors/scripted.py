@@ -135,8 +135,12 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def send(self, *statuses: save_pb2.SaveStatus) -> None:
         """Sends statuses to all attached sidecars."""
+        self.respond(coordinator_pb2.AttachResponse(saves=statuses))
+
+    def respond(self, response: coordinator_pb2.AttachResponse) -> None:
+        """Sends a response to all attached sidecars."""
         for stream in self._streams:
-            stream.put(coordinator_pb2.AttachResponse(saves=statuses))
+            stream.put(response)
 
     def decide(
         self,
@@ -151,6 +155,20 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     def reports(self) -> list[coordinator_pb2.RankReport]:
         """All reports so far, oldest first."""
         return [report for request in list(self.requests) for report in request.reports]
+
+    def await_request(
+        self, expected: Callable[[coordinator_pb2.AttachRequest], bool], *, after: int = 0
+    ) -> coordinator_pb2.AttachRequest:
+        """The first request of a sidecar (from the ``after``-th on) that is as expected."""
+        deadline = time.monotonic() + TIMEOUT_S
+        with self._condition:
+            while True:
+                for request in self.requests[after:]:
+                    if expected(request):
+                        return request
+                left = deadline - time.monotonic()
+                assert left > 0, f"no such request among {self.requests[after:]}"
+                self._condition.wait(left)
 
     def await_report(
         self, expected: Callable[[coordinator_pb2.RankReport], bool], *, after: int = 0

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from pannier.common import timeouts
+from pannier.sidecar.replicas.held_replicas import HeldReplicas
 from pannier.sidecar.restore import local_copies
 from pannier.sidecar.restore.local_copies import LocalCopies, LocalFile
 from pannier.sidecar.save_registry import SaveRegistry
@@ -43,13 +44,16 @@ class Copies:
         self._start()
 
     def _start(self) -> None:
-        saves, uploads = SaveRegistry(), NoUploads()
+        saves = SaveRegistry()
+        uploads: Any = NoUploads()
         self.spool = Spool(self.directory / "spool")
         self.mapped = MappedFiles(self.spool)
         self.journal = JournalState(self.directory / "spool")
         self.copies = LocalCopies(self.mapped, self.journal, saves)
+        own = (self.spool, self.mapped, self.journal, self.copies, uploads)
+        replicas = HeldReplicas(saves, *own, "node-0")
         self.run(
-            recover(self.journal, self.spool, saves, uploads, self.copies, self.mapped)  # type: ignore[arg-type]
+            recover(self.journal, self.spool, saves, uploads, self.copies, self.mapped, replicas)
         )
 
     def restart(self) -> None:

@@ -139,7 +139,8 @@ def test_many_peers_get_a_block_that_is_read_once(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as blocks:
             blocks.announce(announced(tmp_path))
-            servicer = PeerServicer(blocks)
+            replicas: Any = None
+            servicer = PeerServicer(blocks, replicas)
 
             async def read(block: int) -> bytes:
                 request = wanted(tmp_path, block=block, readers=8)
@@ -164,7 +165,8 @@ def test_a_peer_that_does_not_receive_loses_its_turn_and_the_block(
     async def main() -> None:
         async with serving(tmp_path) as blocks:
             blocks.announce(announced(tmp_path))
-            servicer = PeerServicer(blocks)
+            replicas: Any = None
+            servicer = PeerServicer(blocks, replicas)
 
             async def stuck() -> None:
                 async for _ in servicer.ReadBlock(wanted(tmp_path, readers=1), None):

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pannier.sidecar.replicas.held_replicas import HeldReplicas
 from pannier.sidecar.restore.local_copies import LocalCopies
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import Phase
@@ -74,8 +75,10 @@ class Sidecar(RuleBasedStateMachine):
         uploads: Any = NoUploads()
         mapped = MappedFiles(self.spool)
         copies = LocalCopies(mapped, self.journal, self.saves)
+        parts = (self.saves, self.spool, mapped, self.journal, copies, uploads)
+        replicas = HeldReplicas(*parts, "node-0")
         self.waiting = self._run(
-            recover(self.journal, self.spool, self.saves, uploads, copies, mapped)
+            recover(self.journal, self.spool, self.saves, uploads, copies, mapped, replicas)
         )
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

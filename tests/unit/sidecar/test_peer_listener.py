@@ -28,7 +28,8 @@ def config(peers: str | None, *, embedded: bool = False) -> SidecarConfig:
 def served_at(settings: SidecarConfig) -> str:
     async def main() -> str:
         blocks: Any = None
-        async with serving_peers(settings, blocks) as address:
+        replicas: Any = None
+        async with serving_peers(settings, blocks, replicas) as address:
             if address:
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), 5).close()

@@ -66,7 +66,7 @@ class Blocks:
 async def serving(*, turns: int = 12) -> AsyncIterator[SimpleNamespace]:
     server = grpc.aio.server(options=server_options(), interceptors=[ErrorInterceptor()])
     blocks = Blocks()
-    servicer = PeerServicer(blocks)  # type: ignore[arg-type]
+    servicer = PeerServicer(blocks, None)  # type: ignore[arg-type]
     servicer._turns = SendTurns(turns)
     restore_pb2_grpc.add_PeerServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

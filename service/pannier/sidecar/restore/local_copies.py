@@ -33,6 +33,7 @@ _SETS: Final = 2.05
 MOST_LOCATED: Final = 1024
 """Files of one response, each of which becomes a descriptor; a load reads more from storage."""
 _RESTAGED: Final = "a trainer stages another save there"
+_FULL: Final = "the spool is full"
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,14 +222,20 @@ class LocalCopies:
                     await self._evict(copy, "another save of its job needs the room")
 
     async def evict_oldest(self) -> bool:
-        """Ends the oldest copy that no trainer has mapped; False: there is none.
+        """Ends what no trainer has mapped of the oldest copy that has such files; False: there is none.
 
         Trainers return those that they have mapped when they are asked for room.
         """
-        copy = next(filter(self._is_free, self._copies), None)
-        if copy is not None:
-            await self._evict(copy, "the spool is full")
-        return copy is not None
+        for copy in self._copies:
+            if self._is_free(copy):
+                await self._evict(copy, _FULL)
+                return True
+            free = [name for name, each in copy.files.items() if not self._is_mapped(each)]
+            if free:
+                self.evicted += 1
+                await self._lose(copy, dict.fromkeys(free, _FULL))
+                return True
+        return False
 
     async def restaged(self, spool_file: SpoolFile) -> None:
         """A trainer stages another save into that file."""
@@ -314,7 +321,10 @@ class LocalCopies:
         return descriptors
 
     def _is_free(self, copy: LocalCopy) -> bool:
-        return not any(self._mapped.is_leased(each.spool_file) for each in copy.files.values())
+        return not any(map(self._is_mapped, copy.files.values()))
+
+    def _is_mapped(self, file: LocalFile) -> bool:
+        return self._mapped.is_leased(file.spool_file)
 
     async def _evict(self, copy: LocalCopy, why: str) -> None:
         self.evicted += 1
@@ -336,7 +346,7 @@ class LocalCopies:
         reasons = Counter(problems[each.file.name] for each in lost)
         for why, count in reasons.items():
             _log.log(
-                logging.INFO if why == _RESTAGED else logging.WARNING,
+                logging.INFO if why in (_RESTAGED, _FULL) else logging.WARNING,
                 "the local copy of %s loses %d files: %s",
                 *(copy.checkpoint_id, count, why),
                 extra={"job": copy.save.job, "checkpoint": copy.checkpoint_id},

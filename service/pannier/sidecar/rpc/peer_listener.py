@@ -1,6 +1,6 @@
 """Where other hosts reach this sidecar: a server with the service ``Peer`` alone, for mutual TLS.
 
-In: the sidecar's settings, and the blocks of its host. Out: a server at ``--peers`` as long as the context
+In: the sidecar's settings, the blocks of its host, and its replicas. Out: a server at ``--peers`` as long as the context
 lasts, and what Locate's responses say of it. On the event loop.
 """
 
@@ -14,6 +14,7 @@ import grpc
 from pannier.daemon.interceptors import AdmissionInterceptor, ErrorInterceptor
 from pannier.daemon.listeners import bind_tcp, server_options
 from pannier.sidecar.config import SidecarConfig
+from pannier.sidecar.replicas.exchange import Replicas
 from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.rpc.peer_servicer import LIMITS, PeerServicer
 from pannier.v1 import restore_pb2, restore_pb2_grpc
@@ -35,8 +36,10 @@ def peer_fields(config: SidecarConfig, address: str) -> restore_pb2.LocateRespon
 
 
 @asynccontextmanager
-async def serving_peers(config: SidecarConfig, blocks: HostBlocks) -> AsyncIterator[str]:
-    """Serves blocks to other hosts, if they are to be; yields the address, or "".
+async def serving_peers(
+    config: SidecarConfig, blocks: HostBlocks, replicas: Replicas
+) -> AsyncIterator[str]:
+    """Serves blocks to other hosts, and takes their replicas, if they are to be; yields the address, or "".
 
     An embedded sidecar takes another port if its own is in use, or serves no peers: saves don't
     depend on them. Raises ConfigurationError: the address can't be bound.
@@ -47,7 +50,7 @@ async def serving_peers(config: SidecarConfig, blocks: HostBlocks) -> AsyncItera
     server = grpc.aio.server(
         options=server_options(), interceptors=[AdmissionInterceptor(LIMITS), ErrorInterceptor()]
     )
-    restore_pb2_grpc.add_PeerServicer_to_server(PeerServicer(blocks), server)
+    restore_pb2_grpc.add_PeerServicer_to_server(PeerServicer(blocks, replicas), server)
     try:
         address = bind_tcp(
             server, config.peers, setting="--peers", tls=config.tls, any_port=config.embedded

@@ -1,7 +1,7 @@
 """The methods of ``pannier.v1.Peer``, for the sidecars of other hosts.
 
-In: requests for blocks. Out: their bytes, in pieces, from this host's spool, or from the memory of fetched
-blocks; errors become statuses in :mod:`pannier.daemon.interceptors`. Some blocks are sent at a time; the other
+In: requests for blocks, and replicas. Out: blocks' bytes, in pieces, from this host's spool, or from the memory of
+fetched blocks; errors become statuses in :mod:`pannier.daemon.interceptors`. Some blocks are sent at a time; the other
 calls wait for their turn, with signs of life. On the event loop.
 """
 
@@ -14,9 +14,11 @@ import crc32c
 import grpc
 
 from pannier.common import timeouts
+from pannier.sidecar.replicas.exchange import Replicas
 from pannier.sidecar.restore.block_cache import Held
 from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.restore.spool_blocks import PIECE_BYTES
+from pannier.sidecar.rpc.replicate_stream import ReplicateStream
 from pannier.sidecar.rpc.send_turns import SendTurns
 from pannier.storage import NotFoundError
 from pannier.v1 import restore_pb2, restore_pb2_grpc
@@ -26,15 +28,16 @@ from pannier.wire.errors import IntegrityError, StorageError
 T = TypeVar("T")
 
 NAME: Final = "pannier.v1.Peer"
-LIMITS: Final = {f"/{NAME}/ReadBlock": 1024}
+LIMITS: Final = {f"/{NAME}/ReadBlock": 1024, f"/{NAME}/Replicate": 64}
 """Calls at a time."""
 
 
 class PeerServicer(restore_pb2_grpc.PeerServicer):
     """See the proto for what each call does."""
 
-    def __init__(self, blocks: HostBlocks) -> None:
+    def __init__(self, blocks: HostBlocks, replicas: Replicas) -> None:
         self._blocks = blocks
+        self._replicas = replicas
         self._turns = SendTurns()
 
     async def ReadBlock(
@@ -63,6 +66,15 @@ class PeerServicer(restore_pb2_grpc.PeerServicer):
             async for response in responses:
                 yield response
                 self._blocks.sent += len(response.data)
+
+    async def Replicate(
+        self, requests: AsyncIterator[restore_pb2.ReplicateRequest], context: Any
+    ) -> AsyncIterator[restore_pb2.ReplicateResponse]:
+        """Takes a replica into this host's spool."""
+        stream = ReplicateStream(self._replicas)
+        async with aclosing(stream.responses(requests)) as responses:
+            async for response in responses:
+                yield response
 
     async def _from_spool(
         self, request: restore_pb2.ReadBlockRequest

@@ -19,7 +19,7 @@ from pannier.sidecar.spool.data_file import DataFile
 from pannier.sidecar.spool.journal import Contents, Journal
 from pannier.sidecar.spool.rank_states import RankState, RankStates, Record
 from pannier.storage.io_threads import Threads, ingest_threads
-from pannier.v1 import journal_pb2, plan_pb2, records_pb2
+from pannier.v1 import journal_pb2, plan_pb2, records_pb2, save_pb2
 from pannier.wire.errors import ConfigurationError, PannierError
 
 _log = logging.getLogger(__name__)
@@ -66,6 +66,10 @@ class JournalState:
         """Records changes of ``rank`` under ``state`` from now on; before the first change."""
         self._numbers[rank] = state.number
 
+    def rebind(self, rank: RankSave, successor: RankSave) -> None:
+        """Records changes of ``successor`` where those of ``rank`` are, which has no more; before its first."""
+        self._threads.submit(self._rebind, rank, successor)
+
     # Changes of ranks. Each raises PannierError when it can't be recorded.
 
     async def record_opened(self, rank: RankSave, file: DataFile) -> None:
@@ -108,6 +112,10 @@ class JournalState:
         """The receipt is in storage."""
         await self._run(self._try, rank, "stored", Record(stored=journal_pb2.ReceiptStored()))
 
+    async def record_ended(self, rank: RankSave, outcome: save_pb2.SaveStatus) -> None:
+        """The save of a rank that the registry doesn't know has ended."""
+        await self._run(self._try, rank, "ended", _ended(outcome))
+
     def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         """Listener of the registry; see :meth:`settle`."""
         if rank is not None and rank.failure is not None:
@@ -115,10 +123,8 @@ class JournalState:
         if rank is not None and urgent and rank.claim is not None and rank.plan.id:
             self._threads.submit(self._try, rank, "confirmed", _confirmed(rank.plan.id))
         if rank is None and save.outcome is not None:
-            outcome = save.outcome
-            ended = journal_pb2.PartEnded(state=outcome.state, failures=outcome.failures)
             for each in save.ranks.values():
-                self._threads.submit(self._try, each, "ended", Record(ended=ended))
+                self._threads.submit(self._try, each, "ended", _ended(save.outcome))
 
     async def settle(self) -> None:
         """Returns when all changes so far are recorded: before spool files are given away."""
@@ -210,6 +216,11 @@ class JournalState:
         except PannierError as error:
             _log.error("%s: %s is not recorded: %s", rank.label, what, error, extra=rank.log_fields)
 
+    def _rebind(self, rank: RankSave, successor: RankSave) -> None:
+        number = self._numbers.pop(rank, None)
+        if number is not None:
+            self._numbers[successor] = number
+
     def _try_state(self, state: RankState, record: Record) -> None:
         record.part = state.number
         try:
@@ -263,6 +274,10 @@ class JournalState:
         return state is None or bool(state.begun.save_timeout_s)
 
 
+def _ended(outcome: save_pb2.SaveStatus) -> Record:
+    return Record(ended=journal_pb2.PartEnded(state=outcome.state, failures=outcome.failures))
+
+
 def _confirmed(plan_id: str) -> Record:
     return Record(confirmed=journal_pb2.PlanConfirmed(plan_id=plan_id))
 
@@ -277,6 +292,7 @@ def _begun(rank: RankSave) -> journal_pb2.PartBegun | None:
         plan_id=rank.plan.id,
         planned=rank.plan.sizes is not None,
         created_at=rank.save.created_at,
+        replica=rank.replica,
     )
     for name, size in (rank.plan.sizes or {}).items():
         begun.files.append(plan_pb2.PlannedFile(name=name, size=size))

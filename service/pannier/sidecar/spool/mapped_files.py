@@ -49,6 +49,16 @@ class Copies(Protocol):
         """A trainer has staged another save into that file."""
 
 
+class Replicas(Protocol):
+    """Content of other hosts' ranks (:mod:`pannier.sidecar.replicas`), which is the first to make way."""
+
+    def room(self, job: str) -> int:
+        """Bytes of their spool files, of one job."""
+
+    async def make_way(self) -> bool:
+        """Gives one up, since the spool has no room; False: there are none."""
+
+
 @dataclass(eq=False)
 class _FileLease:
     """The files of one ``Reserve`` call."""
@@ -104,6 +114,7 @@ class MappedFiles:
         """Their content stays after its save: until :meth:`drop`, or a trainer that has leased one stages
         another save there."""
         self._copies: Copies | None = None
+        self._replicas: Replicas | None = None
         self._requested: Counter[str] = Counter()
         """Bytes that are being reserved, by job."""
 
@@ -175,6 +186,8 @@ class MappedFiles:
             try:
                 return await reservation_threads.run(take, undo=self._spool.give)
             except BusyError:
+                if self._replicas is not None and await self._replicas.make_way():
+                    continue
                 if self._copies is None or not await self._copies.evict_oldest():
                     raise
 
@@ -183,6 +196,10 @@ class MappedFiles:
     def set_copies(self, copies: Copies) -> None:
         """``copies`` decides about the files that are kept; before the first call."""
         self._copies = copies
+
+    def set_replicas(self, replicas: Replicas) -> None:
+        """``replicas`` make way for files of this host's ranks; before the first call."""
+        self._replicas = replicas
 
     def keep(self, file: SpoolFile) -> None:
         """Keeps a file's content, of a save that has ended; a client that has leased it may stage there."""
@@ -212,6 +229,7 @@ class MappedFiles:
     def used_by(self, job: str) -> int:
         """Bytes of a job's files that are leased, hold something of its saves or are being reserved."""
         kept = sum(each.capacity for each in self._unleased() if each.job == job)
+        kept += 0 if self._replicas is None else self._replicas.room(job)
         return self._spool.taken_by(job) - kept + self._requested[job]
 
     def kept_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 In: the states that the journal records. Out: ranks as they were, their files verified against the recorded
 checksums, and uploads under way; the files of committed saves are local copies, which their readers
-verify. A rank that wasn't handed over waits for its trainer. On the event loop, before any call is
+verify. A rank that wasn't handed over waits for its trainer. Replicas of other hosts' ranks stay what they are. On the event loop, before any call is
 served; files are opened and read in threads.
 """
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
+from pannier.sidecar.replicas.held_replicas import HeldReplicas
 from pannier.sidecar.restore.local_copies import LocalCopies, LocalFile
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import BEFORE_HAND_OVER, FAILED, Phase, RankPlan, RankSave
@@ -44,12 +45,14 @@ async def recover(
     uploads: Uploader,
     local_copies: LocalCopies,
     mapped: MappedFiles,
+    replicas: HeldReplicas,
 ) -> list[RankSave]:
     """Restores all ranks and resumes their uploads; removes spool files that no rank needs.
 
     Args:
         local_copies: gets the files of committed saves.
-        mapped: gets those that no copy takes; a process may still map them.
+        mapped: gets those that nothing takes; a process may still map them.
+        replicas: gets the files of other hosts' ranks.
 
     Returns:
         the ranks whose trainers must send the rest.
@@ -57,7 +60,8 @@ async def recover(
     everything = journal.states()
     committed = {save_text(each.begun.context.save) for each in everything if each.committed}
     copies = [each for each in everything if save_text(each.begun.context.save) in committed]
-    states = [each for each in everything if each not in copies]
+    others = [each for each in everything if each not in copies and each.begun.replica]
+    states = [each for each in everything if each not in copies and not each.begun.replica]
     start = time.monotonic()
     threads = Threads("the spool", patience_s=math.inf, threads=_READERS)
     in_spool = [(state, file) for state in everything for file in state.in_spool]
@@ -81,6 +85,7 @@ async def recover(
         taken = await _add_copy(state, files, journal, local_copies, end)
         for name in files.keys() - taken:
             await mapped.give_back(files[name])
+    needed += [(state, file) for state in others for file in state.in_spool]
     keys = [(state.number, file.name) for state, file in needed]
     found = await asyncio.gather(
         *(
@@ -89,6 +94,10 @@ async def recover(
         )
     )
     checks = dict(zip(keys, found, strict=True))
+    for state in others:
+        here = {file.name: spool_files.pop((state.number, file.name)) for file in state.in_spool}
+        verified = {name: checks[(state.number, name)] for name in here}
+        await _restore_replica(state, here, verified, journal, mapped, replicas)
     ranks = [_restore(state, saves, journal, _outcome(state, states)) for state in states]
     for state, rank in zip(states, ranks, strict=True):
         problems = []
@@ -144,6 +153,38 @@ async def _add_copy(
         ended_at=ended_at,
     )
     return files.keys()
+
+
+async def _restore_replica(
+    state: RankState,
+    spool_files: Mapping[str, SpoolFile | PannierError],
+    checks: Mapping[str, Checksums | PannierError],
+    journal: JournalState,
+    mapped: MappedFiles,
+    replicas: HeldReplicas,
+) -> None:
+    """A rank of another host: stays as far as it is here, unless something of it is missing or damaged."""
+    files = []
+    for name, recorded in state.files.items():
+        spool_file, checked = spool_files.get(name), checks.get(name)
+        if isinstance(spool_file, SpoolFile) and isinstance(checked, Checksums):
+            label = f"{name} of the replica of {state.label}"
+            file = DataFile(name, recorded.size, spool_file, label=label)
+            file.restore(checked)
+            if recorded.durable:
+                file.upload.restore_durable(file.size)
+            files.append(file)
+    kept = len(files) == len(state.files) and state.failure is None and state.ended is None
+    if kept:
+        replicas.restore(state, files)
+        return
+    if state.failure is None and state.ended is None:
+        problem = next((each for each in checks.values() if isinstance(each, PannierError)), None)
+        _log.warning("the replica of %s is given up: %s", state.label, problem)
+    await journal.forget(state)
+    for each in spool_files.values():
+        if isinstance(each, SpoolFile):
+            await mapped.give_back(each)
 
 
 def _adopt(spool: Spool, state: RankState, file: FileState) -> SpoolFile | PannierError:

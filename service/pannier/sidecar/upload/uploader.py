@@ -111,25 +111,20 @@ class Uploader:
             rank = next((rank for rank in save.ranks.values() if rank.attempt), None)
             if rank is None:
                 continue
-            try:
-                decision = await read_decision(self._store(rank), rank.attempt, save.id)
-            except PannierError as error:
-                _log.warning("save %s: its outcome can't be read: %s", save.key, error)
-                continue
-            if decision is not None:
-                committed = decision.outcome == records_pb2.OUTCOME_COMMIT
-                self._saves.apply_status(
-                    save_pb2.SaveStatus(
-                        save=save.id,
-                        id=save.key,
-                        checkpoint_id=save.checkpoint_id,
-                        attempt=rank.attempt,
-                        state=save_pb2.SAVE_STATE_COMMITTED
-                        if committed
-                        else save_pb2.SAVE_STATE_ABORTED,
-                        failures=decision.failures,
-                    )
-                )
+            outcome = await read_outcome(self._store(rank), rank)
+            if outcome is not None:
+                self._saves.apply_status(outcome)
+
+    async def stored_outcome(self, rank: RankSave) -> save_pb2.SaveStatus | None:
+        """How storage says that the save of a rank has ended, which the registry needn't know; None: it doesn't."""
+        checkpoint_id = rank.context.checkpoint_id
+        if not is_imported(checkpoint_id):
+            await setup_threads.run(import_store, checkpoint_id)
+        store = self._open_store(checkpoint_id)
+        try:
+            return await read_outcome(store, rank)
+        finally:
+            await store.close()
 
     async def close(self) -> None:
         """Cancels all uploads, which leaves no half-written object; the journal knows what is left to do."""
@@ -331,6 +326,27 @@ class Uploader:
         self._background.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _log.error("cleaning up after a save failed", exc_info=task.exception())
+
+
+async def read_outcome(store: Store, rank: RankSave) -> save_pb2.SaveStatus | None:
+    """How storage says that the rank's save has ended; None: it doesn't."""
+    save = rank.save
+    try:
+        decision = await read_decision(store, rank.attempt, save.id)
+    except PannierError as error:
+        _log.warning("save %s: its outcome can't be read: %s", save.key, error)
+        return None
+    if decision is None:
+        return None
+    committed = decision.outcome == records_pb2.OUTCOME_COMMIT
+    return save_pb2.SaveStatus(
+        save=save.id,
+        id=save.key,
+        checkpoint_id=save.checkpoint_id,
+        attempt=rank.attempt,
+        state=save_pb2.SAVE_STATE_COMMITTED if committed else save_pb2.SAVE_STATE_ABORTED,
+        failures=decision.failures,
+    )
 
 
 def encoded(receipt: records_pb2.Receipt) -> bytes:
