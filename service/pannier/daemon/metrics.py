@@ -261,6 +261,11 @@ def backlog_families(backlog: Backlog) -> Iterable[Metric]:
             sum(each.bytes for each in backlog.local_copies),
         ),
         (
+            "pannier_spool_replicas_bytes",
+            "Bytes of other hosts' ranks in the spool, of saves that haven't ended.",
+            backlog.replicas_bytes,
+        ),
+        (
             "pannier_fetched_blocks_bytes",
             "Bytes of checkpoints' blocks that are kept in memory for loads, within --restore-budget.",
             backlog.blocks_bytes,
@@ -291,6 +296,16 @@ def backlog_families(backlog: Backlog) -> Iterable[Metric]:
         "pannier_peers_sent_bytes",
         "Bytes of blocks that loads of other hosts have read from this one.",
         backlog.peers_sent,
+    )
+    yield CounterMetricFamily(
+        "pannier_replicas_sent_bytes",
+        "Bytes of this host's ranks that were sent to the spool of another host.",
+        backlog.replicas_sent,
+    )
+    yield CounterMetricFamily(
+        "pannier_replicas_refused",
+        "Replicas of other hosts' ranks that the spool had no room for, from the first byte or once it was needed.",
+        backlog.replicas_refused,
     )
 
 

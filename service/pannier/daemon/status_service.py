@@ -54,6 +54,12 @@ class Backlog:
     """Blocks that went from there for lack of room since the start, before they were read as often as announced."""
     peers_sent: int = 0
     """Bytes of blocks that other hosts have read here since the start."""
+    replicas_bytes: int = 0
+    """Of other hosts' ranks, in the spool until their saves have ended."""
+    replicas_sent: int = 0
+    """Bytes of this host's ranks that were sent to other hosts' spools since the start."""
+    replicas_refused: int = 0
+    """Replicas that there was no room for since the start, from the first byte or later."""
 
 
 @dataclass

@@ -204,7 +204,7 @@ class Sidecar:
 
     def backlog(self) -> Backlog:
         """What waits here for storage."""
-        return backlog(self.saves.pending(), self.spool, self._mapped, self.blocks)
+        return backlog(self.saves.pending(), self.spool, self._mapped, self.blocks, self.replicas)
 
     async def _keep_ticking(self) -> None:
         while True:

@@ -88,15 +88,40 @@ def rank_report(rank: RankSave) -> coordinator_pb2.RankReport:
     return report
 
 
+class Replicas(Protocol):
+    """The exchange of replicas with other hosts, as :mod:`pannier.sidecar.replicas` counts it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of other hosts' ranks here."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of their spool files, which make way for saves of own ranks."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes of own ranks that were sent to other hosts."""
+
+    @property
+    def refused(self) -> int:
+        """Replicas that this host had no room for."""
+
+
 def backlog(
-    pending: Iterable[RankSave], spool: Spool, mapped: MappedFiles, blocks: HostBlocks
+    pending: Iterable[RankSave],
+    spool: Spool,
+    mapped: MappedFiles,
+    blocks: HostBlocks,
+    replicas: Replicas,
 ) -> Backlog:
     """What these ranks have in the spool and storage hasn't confirmed, and what spool and loads take."""
     files = [file for rank in pending for file in rank.files.values() if not file.upload.durable]
     now = time.monotonic()
     leased, held = mapped.leased_bytes()
     usage = spool.usage
-    kept = mapped.kept_bytes()
+    # What makes way.
+    kept = mapped.kept_bytes() + replicas.reserved
     return Backlog(
         bytes_queued=sum(max(0, file.held - file.upload.uploaded) for file in files),
         oldest_s=max((now - file.upload.opened_at for file in files), default=0.0),
@@ -114,6 +139,9 @@ def backlog(
         blocks_bytes=blocks.cache.used,
         blocks_evicted=blocks.cache.evicted,
         peers_sent=blocks.sent,
+        replicas_bytes=replicas.size,
+        replicas_sent=replicas.sent,
+        replicas_refused=replicas.refused,
     )
 
 

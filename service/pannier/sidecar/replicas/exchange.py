@@ -29,6 +29,26 @@ class Replicas:
             saves, Peers.of(config), host=config.host, bytes_per_s=config.replicas_limit
         )
 
+    @property
+    def size(self) -> int:
+        """Bytes of other hosts' ranks here."""
+        return self.held.size
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of their spool files."""
+        return self.held.reserved
+
+    @property
+    def sent(self) -> int:
+        """Bytes of own ranks that were sent to other hosts."""
+        return self.sender.sent
+
+    @property
+    def refused(self) -> int:
+        """Replicas that this host had no room for."""
+        return self.held.refused
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Sends and takes replicas as long as the context lasts."""

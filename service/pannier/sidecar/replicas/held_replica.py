@@ -105,10 +105,9 @@ class HeldReplica:
         """Whether all bytes are here."""
         return self.receipt is not None and all(file.complete for file in self.files)
 
-    def room(self, job: str) -> int:
-        """Bytes of its spool files, if it is of that job."""
-        if self.rank.save.id.job != job:
-            return 0
+    @property
+    def room(self) -> int:
+        """Bytes of its spool files."""
         return sum(file.spool_file.capacity for file in self.rank.files.values())
 
     def resume(self, start: restore_pb2.ReplicaStart) -> bool:
@@ -181,11 +180,12 @@ class HeldReplica:
 
     # Its end.
 
-    async def release(self, problem: PannierError) -> dict[str, SpoolFile]:
-        """Ends its stream with ``problem``; returns its spool files by the names of the data files, now the
-        caller's."""
-        self.problem = problem
-        self._cancel(problem)
+    async def release(self, problem: PannierError | None = None) -> dict[str, SpoolFile]:
+        """Ends its stream with ``problem``, unless it is complete; returns its spool files by the names of the data
+        files, now the caller's."""
+        if problem is not None:
+            self.problem = problem
+            self._cancel(problem)
         released = {file.name: await file.release() for file in self.rank.files.values()}
         return {name: found for name, found in released.items() if found is not None}
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -91,6 +92,11 @@ class HeldReplicas:
     def size(self) -> int:
         """Bytes that are held."""
         return sum(sum(each.held) for each in self._replicas.values())
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of their spool files."""
+        return sum(each.room for each in self._replicas.values())
 
     @property
     def complete(self) -> int:
@@ -198,7 +204,8 @@ class HeldReplicas:
         """Before this sidecar leaves without a coordinator: uploads what no outcome in storage makes needless;
         returns whether there was anything."""
         replicas = [each for each in self._undecided() if each.complete]
-        await self._read_outcomes(replicas)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._read_outcomes(replicas), timeouts.RECEIPTS_S)
         for each in replicas:
             if each.outcome is None and self._replicas.get(each.key) is each:
                 self._take_over(each)
@@ -208,7 +215,7 @@ class HeldReplicas:
 
     def room(self, job: str) -> int:
         """Bytes of spool files, of one job."""
-        return sum(each.room(job) for each in self._replicas.values())
+        return sum(each.room for each in self._replicas.values() if each.rank.save.id.job == job)
 
     async def make_way(self) -> bool:
         """Gives the oldest incomplete one up, else the oldest; False: there are none."""
@@ -345,7 +352,7 @@ class HeldReplicas:
         del self._replicas[replica.key]
         rank = replica.rank
         rank.save.end(outcome)
-        released = await replica.release(ConfigurationError(f"{replica.label}: its save has ended"))
+        released = await replica.release()
         files = replica.local_files(released)
         if not files:
             await self._journal.forget(rank)

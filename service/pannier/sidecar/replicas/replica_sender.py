@@ -120,8 +120,8 @@ class ReplicaSender:
         for rank in ranks:
             self._waiting.pop(rank, None)
             self._done.discard(rank)
-            if self._is_current(rank) and (self._waiting or not committed):
-                self._cancel_current()
+        if any(map(self._is_current, ranks)) and (self._waiting or not committed):
+            self._cancel_current()
 
     def _is_current(self, rank: RankSave) -> bool:
         return self._current is not None and self._current[0] is rank
@@ -197,10 +197,7 @@ class ReplicaSender:
             take=self._take,
             progress=lambda count: self._saves.record_replicated(rank, holder.host, count),
         )
-        try:
-            await stream.run(self._peers.stub(holder))
-        finally:
-            self.sent += stream.sent
+        await stream.run(self._peers.stub(holder))
         self._problem = ""
         _log.info(
             "%s has a replica on %s: %s, in %.1f s",
@@ -211,6 +208,7 @@ class ReplicaSender:
     async def _take(self, count: int) -> None:
         uploading = any(rank.phase is Phase.INGESTED for rank in self._saves.pending())
         await self._limit.take(count, 0.5 if uploading else 1.0)
+        self.sent += count
 
     def _log(self, rank: RankSave, message: str, problem: str) -> None:
         """Logs what is wrong with the holder, once."""

@@ -174,7 +174,7 @@ class ReplicaStream:
 @asynccontextmanager
 async def _opened(rank: RankSave, held: list[int]) -> AsyncIterator[list[_OpenFile]]:
     """What is missing there, in the order in which it is sent: what storage doesn't have yet comes first, the files
-    that are uploaded last before the others. Raises UnavailableError: a file isn't here any more."""
+    that are uploaded last before the others. Raises PannierError: a file isn't here any more."""
     assert rank.receipt is not None
     names = [file.name for file in rank.receipt.files]
     missing = [
@@ -183,7 +183,10 @@ async def _opened(rank: RankSave, held: list[int]) -> AsyncIterator[list[_OpenFi
         if held[index] < rank.files[name].size
     ]
     missing.sort(key=lambda each: (each[1].upload.durable, -each[0]))
-    spool_files = [file.spool_file for _, file in missing]
+    try:
+        spool_files = [file.spool_file for _, file in missing]
+    except UnavailableError as error:
+        raise PannierError(f"not all of its files are in the spool any more: {error}") from error
     try:
         descriptors = await spool_threads.run(open_for_reading, spool_files, undo=close_all)
     except OSError as error:
