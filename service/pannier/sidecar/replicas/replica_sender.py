@@ -41,6 +41,8 @@ class ReplicaSender:
         self._limit = RateLimit(bytes_per_s)
         self._holder = restore_pb2.FetchHost()
         """Where replicas go; without a host: nowhere."""
+        self._notified = False
+        """The coordinator has said where they go, or that they go nowhere."""
         self._waiting: dict[RankSave, None] = {}
         self._done: set[RankSave] = set()
         """Ranks of undecided saves with which the present holder has nothing to do any more."""
@@ -67,8 +69,9 @@ class ReplicaSender:
 
     def set_holder(self, holder: restore_pb2.FetchHost) -> None:
         """Where replicas go from now on; without a host: nowhere."""
-        if holder == self._holder:
+        if holder == self._holder and self._notified:
             return
+        self._notified = True
         if holder.host:
             _log.info(
                 "replicas of this host's ranks go to %s at %s", holder.host, holder.peer_address
