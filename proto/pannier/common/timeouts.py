@@ -52,6 +52,10 @@ CALL_RETURN_S: Final = 1.0 * SCALE
 """For a sidecar to repeat a Plan call that broke off."""
 SIDECAR_RETURN_S: Final = 3.0 * SCALE
 """For a sidecar whose stream broke to attach again."""
+TAKE_OVER_S: Final = 10.0 * SCALE
+"""For the sidecar of a rank that was replicated to attach again, before the holder uploads the rank."""
+NO_HOLDER_S: Final = 10.0 * SCALE
+"""For a host of another failure domain to attach, before a sidecar is notified that there is none."""
 SUPERSEDED_RETURN_S: Final = 10.0 * SCALE
 """For a sidecar that was restarted beside a newer incarnation to attach."""
 SPLIT_S: Final = 2.0 * SCALE

@@ -22,6 +22,8 @@ class Awaited:
     """Empty: unknown."""
     last_seen_s: float | None = None
     """Seconds since its last message; None: none yet."""
+    replica: str = ""
+    """The host that has its files, too, while its own host's sidecar is disconnected."""
 
 
 def waiting_text(awaited: Iterable[Awaited]) -> str:
@@ -74,4 +76,8 @@ _TIMES: Final = (
 def _where(host: str, group: list[Awaited]) -> str:
     ages = [one.last_seen_s for one in group if one.last_seen_s is not None]
     when = f"last seen {min(ages):.0f} s ago" if ages else "not seen yet"
+    holders = sorted({one.replica for one in group if one.replica})
+    if holders and all(one.replica for one in group):
+        what = "its replica" if len(group) == 1 else "their replicas"
+        when += f"; {' and '.join(holders)} {'has' if len(holders) == 1 else 'have'} {what}"
     return f"host {host}, {when}" if host else when

@@ -2,7 +2,7 @@
 
 In: streams of sidecars as they open and close, their reports about trainers, and saves as they
 change. Out: failures of ranks that are certainly lost; possible losses, which fail a save unless the
-rank's receipt is in storage; log lines about ranks and sidecars that miss heartbeats. A rank that was
+rank's receipt is in storage or another host has its replica; log lines about ranks and sidecars that miss heartbeats. A rank that was
 not handed over is no possible loss of its sidecar: its client streams everything again. Owns the
 :class:`SidecarPeer` objects. Event loop only; no I/O.
 """
@@ -72,6 +72,7 @@ class SidecarPeers:
         # By host, too: no host may claim another's sidecar by sending its id.
         peer = self._peers.setdefault((host, sidecar), SidecarPeer(host, job))
         peer.streams += 1
+        peer.attached_at = now
         self._return.add(host)
         return peer
 
@@ -114,7 +115,11 @@ class SidecarPeers:
                     self._report_restart(save, state)
 
     def _report_restart(self, save: Save, state: RankState) -> None:
-        if state.receipt is not None or state.has_live_sidecar:
+        if save.ended or state.receipt is not None or state.has_live_sidecar:
+            return
+        if state.replica_holder is not None:
+            # That host uploads it, unless it is lost, too.
+            self.check_handed_over(save, state.rank)
             return
         save.report_possible_loss(
             save_pb2.Failure(

@@ -206,6 +206,7 @@ async def serving(
             _log.info("coordinator %s serves on %s", package_version(), config.address)
             watches = [
                 asyncio.get_running_loop().create_task(monitor.run()),
+                asyncio.get_running_loop().create_task(streams.replica_holders.run()),
                 asyncio.get_running_loop().create_task(daemon_info.loads.keep_checking()),
             ]
             if config.idle_exit_s is not None:

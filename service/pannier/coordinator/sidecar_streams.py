@@ -4,21 +4,23 @@ A sidecar gets the status of the saves whose ranks it has reported: at once when
 failures change, else once a second. The same goes for saves that it watches for its clients, except that
 an unknown one is resumed from storage only if a client has handed its rank over. For any other unknown
 save nothing is sent: its client still reports it itself, and that a save is unknown never means that it
-has ended. Event loop only.
+has ended. A sidecar that has other hosts' ranks, as replicas, gets their saves' status, too; one of which it
+has all of a rank is resumed. Event loop only.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Final
 
 from pannier.common import observer_clock, timeouts
 from pannier.common.rank_phase import has_reached
 from pannier.coordinator.liveness import SidecarPeers, apply_trainer_reports
+from pannier.coordinator.replica_holders import ReplicaHolders, Sent
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.admission import admit, check_destination
-from pannier.coordinator.saves.participants import CachedPlanClaim, SidecarPeer
+from pannier.coordinator.saves.participants import CachedPlanClaim, RankState, SidecarPeer
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.save_spec import DisagreementError
@@ -44,6 +46,8 @@ _STREAMS: Final = 128
 _RENDERED_KEPT: Final = 64
 _COPIES_KEPT: Final = 64
 """Of one sidecar; it keeps the newest of each group of ranks."""
+_REPLICAS_KEPT: Final = 4096
+"""Ranks of other hosts that one sidecar has."""
 
 Requests = AsyncIterator[coordinator_pb2.AttachRequest]
 Summary = tuple[object, ...]
@@ -61,6 +65,7 @@ class _Stream:
         """When that was, on the monotonic clock."""
         self.pending: dict[str, Save] = {}
         """Saves whose status is to be sent, by key."""
+        self.replicas_sent = Sent()
         self.changed = asyncio.Event()
 
     def add(self, save: Save) -> None:
@@ -77,6 +82,7 @@ class SidecarStreams:
         self._registry = registry
         self._stores = stores
         self._peers = SidecarPeers(registry)
+        self.replica_holders = ReplicaHolders(registry, self._peers.attached)
         self._streams: set[_Stream] = set()
         self._summaries: dict[str, Summary] = {}
         """By key of a save: as all streams have got it."""
@@ -100,7 +106,9 @@ class SidecarStreams:
         check_version(first.wire_version, first.host)
         limits.check_host(first.host)
         limits.check_words(sidecar=first.sidecar, job=first.job)
+        limits.check_host(first.replicas.failure_domain)
         stream = _Stream(self._peers.open_stream(first.host, first.sidecar, first.job))
+        stream.peer.failure_domain = first.replicas.failure_domain
         self._streams.add(stream)
         _log.info("sidecar %s on %s is attached", first.sidecar[:8], first.host)
         loop = asyncio.get_running_loop()
@@ -176,6 +184,8 @@ class SidecarStreams:
         self._apply_loads(peer, request)
         if request.HasField("copies"):
             del request.copies.copies[_COPIES_KEPT:]
+            self._apply_replicas(stream, request.copies.replicas[:_REPLICAS_KEPT])
+            del request.copies.replicas[:]
             peer.copies.CopyFrom(request.copies)
         for save in saves.values():
             save.progress()
@@ -192,6 +202,32 @@ class SidecarStreams:
                 self._loads.apply(report)
             except (InvalidRequestError, OverloadedError) as error:
                 _log.error("a report of a load on host %s is not valid: %s", peer.host, error)
+
+    def _apply_replicas(
+        self, stream: _Stream, replicas: Iterable[coordinator_pb2.HeldReplica]
+    ) -> None:
+        """Records of which ranks of other hosts the sidecar has all files, as of now."""
+        held = set()
+        for each in replicas:
+            context = each.context
+            save = self._registry.find(context.save)
+            if save is None and each.complete and context.ranks:
+                # Perhaps no other sidecar is left that could report it.
+                save = self._enter(stream, context)
+            if save is None or context.rank not in save.ranks:
+                continue
+            if stream.last_sent.setdefault(save.key, ()) != _summary(save):
+                stream.add(save)
+            if each.complete and not (save.ended or save.failing):
+                save.resume()
+                if save.attempt is not None and save.attempt.name == each.attempt:
+                    held.add((save.key, context.rank))
+                    save.note_replica(context.rank, stream.peer, context.host, held=True)
+        for key, rank in stream.peer.replicas - held:
+            save = self._registry.find_key(key)
+            if save is not None and not save.ended:
+                save.note_replica(rank, stream.peer, "", held=False)
+        stream.peer.replicas = held
 
     def _enter(
         self,
@@ -224,6 +260,9 @@ class SidecarStreams:
         state = save.ranks[rank]
         if save.ended:
             return
+        if self.replica_holders.is_taken_over(save, rank) and _owner_elsewhere(state, peer):
+            # Its host came back, and both upload it: one of them reports.
+            return
         check_owner(save, rank, peer)
         if report.HasField("receipt") and report.receipt.rank != rank:
             raise InvalidRequestError(
@@ -234,6 +273,7 @@ class SidecarStreams:
             rank, peer, status if limits.is_short(status) else limits.shortened_status(status)
         )
         save.deadlines.report(rank, *_deadlines(report))
+        peer.replica_host = status.replica_host or peer.replica_host
         if report.HasField("claim"):
             # It is repeated until it is confirmed, also while the save is being aborted.
             if not (report.HasField("failure") or save.failing):
@@ -318,13 +358,14 @@ class SidecarStreams:
                 stream.pending[key] = save
 
     def _take_pending(self, stream: _Stream) -> bytes | None:
-        if not stream.pending:
-            return None
         pending, stream.pending = list(stream.pending.values()), {}
         for save in pending:
             stream.last_sent[save.key] = _summary(save)
             stream.sent_at[save.key] = time.monotonic()
-        return b"".join([self._render(save) for save in pending])
+        # Responses that are serialised one after another merge into one.
+        parts = [self._render(save) for save in pending]
+        parts.append(self.replica_holders.response(stream.peer, stream.replicas_sent))
+        return b"".join(parts) or None
 
     def _render(self, save: Save) -> bytes:
         """The status as part of a response, shared by all streams for a second."""
@@ -336,7 +377,6 @@ class SidecarStreams:
             and (now - known[0] < timeouts.STATUS_DUE_S or save.ended)
         ):
             return known[2]
-        # Responses that are serialised one after another merge into one.
         response = coordinator_pb2.AttachResponse(saves=[save_view.status(save, ranks=save.ended)])
         status = response.SerializeToString()
         self._rendered[save.key] = (now, summary, status)
@@ -370,6 +410,11 @@ def _deadlines(report: coordinator_pb2.RankReport) -> tuple[float, float]:
 def _checked(seconds: float) -> float:
     """A remaining time; 0, not known, for a value out of range."""
     return seconds if 0 <= seconds <= limits.MAX_TIMEOUT_S else 0.0
+
+
+def _owner_elsewhere(state: RankState, peer: SidecarPeer) -> bool:
+    owner = state.sidecar
+    return owner is not None and owner.host != peer.host and state.has_live_sidecar
 
 
 def check_owner(save: Save, rank: int, peer: SidecarPeer) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pannier.common import observer_clock
+from pannier.common import observer_clock, timeouts
 from pannier.common.rank_phase import has_reached
 from pannier.common.wait_text import Awaited
 from pannier.coordinator.planning.columns import RankPlan
@@ -35,6 +35,14 @@ class SidecarPeer:
         """When it last reported a connected trainer; None: never."""
         self.copies = coordinator_pb2.HeldCopies()
         """What it has for loads, as last reported."""
+        self.attached_at = self.last_seen
+        """When its newest stream was opened."""
+        self.failure_domain = ""
+        """Of its host; empty: it takes no part in the exchange of replicas."""
+        self.replica_host = ""
+        """The host that gets the replicas of its ranks, as last reported."""
+        self.replicas: set[tuple[str, int]] = set()
+        """Ranks of other hosts of which it has all files, by save key and rank."""
 
     def note_message(self, *, trainer: bool) -> None:
         """Records that a message arrived.
@@ -62,6 +70,8 @@ class RankState:
     receipt: records_pb2.Receipt | None = None
     reached: dict[int, float] = field(default_factory=dict)
     """When it reached each phase, on the monotonic clock."""
+    replicas: set[SidecarPeer] = field(default_factory=set)
+    """Sidecars of other hosts that have all its files, or had them when the save ended."""
 
     @property
     def has_live_sidecar(self) -> bool:
@@ -72,6 +82,13 @@ class RankState:
     def lost_sidecar(self) -> bool:
         """Whether the sidecar that reported the rank disconnected before it reported a receipt."""
         return self.receipt is None and self.sidecar is not None and not self.has_live_sidecar
+
+    @property
+    def replica_holder(self) -> SidecarPeer | None:
+        """A sidecar of another host that has all its files, and is attached or was just now."""
+        after = observer_clock.now() - timeouts.SIDECAR_RETURN_S
+        found = [each for each in self.replicas if each.streams or each.last_seen > after]
+        return min(found, key=lambda each: each.host, default=None)
 
     def advance(self, phase: "save_pb2.RankPhase") -> None:
         """Moves to a later phase; an earlier one has no effect."""
@@ -138,6 +155,20 @@ class Participants:
         state.sidecar, state.reported = sidecar, status
         state.last_seen = observer_clock.now() - status.seconds_since_seen
         self.upload_begun = self.upload_begun or status.bytes_uploaded > 0
+
+    def note_replica(self, rank: int, holder: SidecarPeer, host: str, *, held: bool) -> bool:
+        """Records whether another host has all files of a rank; whether that is new."""
+        state = self.by_rank[rank]
+        if held == (holder in state.replicas):
+            return False
+        if not held:
+            state.replicas.discard(holder)
+            return True
+        state.replicas.add(holder)
+        state.host = state.host or host
+        # A rank is sent to another host when it is ingested.
+        state.advance(save_pb2.RANK_PHASE_INGESTED)
+        return True
 
     def add_receipt(self, receipt: records_pb2.Receipt) -> None:
         """Records that a rank is durable; its first receipt counts."""
@@ -217,9 +248,11 @@ class Participants:
         """A rank's host and the seconds since its last heartbeat, as far as they are known."""
         state = self.by_rank[rank]
         seconds = state.seconds_since_seen(self._suspect_after_s)
+        holder = None if state.has_live_sidecar else state.replica_holder
+        replica = "" if holder is None else holder.host
         if seconds is None and (known := self._recall(rank)) is not None:
-            return Awaited(rank, known[0], time.monotonic() - known[1])
-        return Awaited(rank, state.host, seconds)
+            return Awaited(rank, known[0], time.monotonic() - known[1], replica)
+        return Awaited(rank, state.host, seconds, replica)
 
 
 @dataclass

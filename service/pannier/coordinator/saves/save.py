@@ -374,6 +374,13 @@ class Save:
         self.participants.apply_report(rank, sidecar, status)
         self.outcome.possible_losses.pop(rank, None)
 
+    def note_replica(self, rank: int, holder: SidecarPeer, host: str, *, held: bool) -> None:
+        """Records whether another host's sidecar has all files of a rank, which ran on ``host``."""
+        if self.participants.note_replica(rank, holder, host, held=held):
+            if held:
+                self.outcome.possible_losses.pop(rank, None)
+            self.progress()
+
     def add_receipt(self, receipt: records_pb2.Receipt) -> None:
         """Records that a rank is durable; its first receipt counts."""
         self.participants.add_receipt(receipt)

@@ -59,6 +59,10 @@ def status(save: Save, *, ranks: bool = True) -> save_pb2.SaveStatus:
         plan_id=save.records.plan_id,
         full_plan_requested=save.plans.full_requested,
         equal_plan_ids=sorted(save.records.equal_plan_ids),
+        replicated_ranks=sum(
+            bool(each.replicas) and (save.ended or each.replica_holder is not None)
+            for each in states
+        ),
         bytes_total=sum(
             max(
                 each.reported.bytes_staged,
