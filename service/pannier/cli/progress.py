@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from rich.console import Group, RenderableType
+from rich.text import Text
 
 from pannier.cli import save_view
 from pannier.cli.bars import ALL, Bars, rows_of
@@ -62,7 +63,10 @@ class SaveProgress:
     def render(self, height: int) -> RenderableType:
         """The save now, in ``height`` lines."""
         parts: list[RenderableType] = [save_view.heading(self._save)]
-        parts += self._bars.render(height - _OTHER_LINES)
+        replicated = save_view.replicated_text(self._save)
+        parts += self._bars.render(height - _OTHER_LINES - bool(replicated))
+        if replicated:
+            parts.append(Text(f"replicated {replicated} ranks", style="dim"))
         if late := self.late():
             parts.append(save_view.waiting(late, self._save.waiting_on.deadline_s))
         return Group(*parts)
@@ -72,6 +76,8 @@ class SaveProgress:
         save = self._save
         line = f"{save.id} {save_view.state_name(save.state)}: "
         line += f"{save_view.durable_text(save)} ranks durable"
+        if replicated := save_view.replicated_text(save):
+            line += f", {replicated} replicated"
         total = sum(map(_bytes, save.ranks))
         if save.state == save_pb2.SAVE_STATE_UPLOADING and total:
             tenths = 10 * sum(map(_uploaded, save.ranks)) // total

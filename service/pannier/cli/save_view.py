@@ -27,12 +27,20 @@ def durable_text(save: save_pb2.SaveStatus) -> str:
     return f"{durable} of {len(save.ranks)}"
 
 
+def replicated_text(save: save_pb2.SaveStatus) -> str:
+    """``1 of 2``, the ranks whose files another host has, too; empty: none are sent to another host."""
+    if not (save.replicated_ranks or any(rank.replica_host for rank in save.ranks)):
+        return ""
+    return f"{save.replicated_ranks} of {len(save.ranks)}"
+
+
 def saves_table(saves: Iterable[save_pb2.SaveStatus]) -> Table:
     """One line per save."""
     made = Table(
         Column("checkpoint", fit=Fit.PATH),
         Column("state"),
         Column("durable"),
+        Column("replicated", drop=3),
         Column("bytes", right=True),
         Column("began", drop=1),
         Column("save", drop=2),
@@ -42,6 +50,7 @@ def saves_table(saves: Iterable[save_pb2.SaveStatus]) -> Table:
             save.checkpoint_id,
             output.word(state_name(save.state)),
             durable_text(save) if save.ranks else "",
+            replicated_text(save),
             output.size(save.bytes_total),
             output.ago(save.created_at),
             save.id,
@@ -65,6 +74,8 @@ def save_details(save: save_pb2.SaveStatus) -> RenderableType:
     parts: list[RenderableType] = [heading(save)]
     if times := _times(save):
         parts.append(Text(times, style="dim"))
+    if replicated := replicated_text(save):
+        parts.append(Text(f"replicated {replicated} ranks", style="dim"))
     if save.ranks:
         parts.append(_ranks_table(save))
     if save.waiting_on.text:
@@ -102,6 +113,8 @@ def _ranks_table(save: save_pb2.SaveStatus) -> Table:
         Column("ingested", drop=5, right=True),
         Column("uploaded", right=True),
         Column("durable", drop=4, right=True),
+        Column("replicated", drop=6, right=True),
+        Column("to", drop=7, fit=Fit.END),
         Column("retries", drop=3, right=True),
         Column("last seen", drop=2, right=True),
         Column("problem", drop=1, fit=Fit.TEXT),
@@ -115,6 +128,8 @@ def _ranks_table(save: save_pb2.SaveStatus) -> Table:
             output.size(rank.bytes_ingested),
             output.size(rank.bytes_uploaded),
             output.size(rank.bytes_durable),
+            output.size(rank.bytes_replicated) if rank.replica_host else "",
+            rank.replica_host,
             str(rank.retries),
             f"{rank.seconds_since_seen:.0f} s ago",
             rank.last_error,

@@ -123,3 +123,14 @@ def test_ranks_without_data_are_whole_when_they_are_durable() -> None:
     watched.save.ranks[0].phase = save_pb2.RANK_PHASE_DURABLE
     watched.progress.update(watched.save)
     assert watched.lines()[2].endswith("100 %")
+
+
+def test_what_another_host_has_is_a_line_below_the_bars() -> None:
+    watched = Watched(2)
+    assert not any("replicated" in line for line in watched.lines())
+    watched.save.ranks[0].replica_host = "node-1"
+    watched.progress.update(watched.save)
+    assert "replicated 0 of 2 ranks" in watched.lines()
+    watched.save.replicated_ranks = 2
+    watched.progress.update(watched.save)
+    assert "2 of 2 replicated" in watched.progress.line()

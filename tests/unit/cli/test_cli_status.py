@@ -332,6 +332,24 @@ def test_status_of_one_save_shows_ranks_and_whom_it_waits_for(serve: Serve) -> N
     assert json_format.ParseDict(by_checkpoint.json(), status_pb2.GetSaveResponse()).save.id == ID
 
 
+def test_ranks_that_another_host_has_too_are_shown_where_there_are_any(serve: Serve) -> None:
+    replicated = save_pb2.SaveStatus()
+    replicated.CopyFrom(UPLOADING)
+    replicated.replicated_ranks = 1
+    for rank, size in zip(replicated.ranks, (1 << 30, 1 << 20), strict=True):
+        rank.replica_host, rank.bytes_replicated = f"holder-{1 - rank.rank}", size
+    address = serve(Scripted([replicated]))
+    listed = pannier("status", "--address", address).out
+    assert "replicated" in listed
+    assert "1 of 2" in listed
+    shown = pannier("status", ID, "--address", address, "-o", "wide").out
+    assert "replicated 1 of 2 ranks" in shown
+    line = next(line for line in shown.splitlines() if "503 from storage" in line)
+    assert "holder-0" in line
+    assert "1.0 MiB" in line
+    assert "replicated" not in pannier("status", "--address", serve(Scripted([UPLOADING]))).out
+
+
 def test_an_unknown_save_is_a_negative_answer(serve: Serve) -> None:
     address = serve(Scripted([UPLOADING]))
     for command in ("status", "watch"):

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 
+from pannier.cli.commands import up as up_command
 from pannier.cli.commands.up import default_spool
 from pannier.cli.main import cli
 from pannier.wire import addresses
@@ -169,6 +170,45 @@ def test_down_signals_no_process_of_another_container(up: Up) -> None:
     assert refused.exit_code == 2
     assert f"another container, where their supervisor is process {os.getpid()}" in refused.output
     assert process.returncode is None
+
+
+class CommandsError(Exception):
+    """Raised instead of starting daemons, with the sidecar's command line."""
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """The words of the sidecar's command line that ``pannier up`` makes of flags and variables."""
+
+    def supervisor(directory: Path, *, sidecar: list[str], **more: object) -> None:
+        raise CommandsError(*sidecar)
+
+    def run(*flags: str, **variables: str) -> list[str]:
+        result = CliRunner().invoke(cli, ["up", *flags], env=variables)
+        assert isinstance(result.exception, CommandsError), result.output
+        return [str(word) for word in result.exception.args]
+
+    monkeypatch.setattr(up_command, "Supervisor", supervisor)
+    return run
+
+
+def test_replicas_are_those_of_the_environment_where_there_are_peers(
+    commands: Callable[..., list[str]],
+) -> None:
+    variables = {"PANNIER_REPLICAS": "1", "PANNIER_FAILURE_DOMAIN": "rack-7"}
+    words = commands("--peers", "127.0.0.1:7", **variables)
+    for flag, value in (
+        ("--replicas", "1"),
+        ("--failure-domain", "rack-7"),
+        ("--replicas-limit", str(256 << 20)),
+    ):
+        assert words[words.index(flag) + 1] == value
+    # The daemons of jobs on one host have no peers: the trainers' variable isn't for them.
+    words = commands(**variables)
+    assert words[words.index("--replicas") + 1] == "0"
+    refused = CliRunner().invoke(cli, ["up", "--replicas", "1"])
+    assert refused.exit_code == 2
+    assert "--replicas 1 needs --peers HOST:PORT" in refused.output
 
 
 def test_sessions_of_one_user_have_the_same_daemons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from pannier.cli.options import (
     log_format_option,
     option,
     peers_option,
+    replicas_options,
     restore_budget_option,
     storage_options,
     tls_options,
@@ -70,6 +71,7 @@ _ROOM = 4 << 30
 # Of the certificates that the client makes for embedded daemons.
 @click.option("--peers-name", hidden=True)
 @restore_budget_option
+@replicas_options
 @option("--memory", type=Size(), metavar="SIZE", help="Most bytes of upload buffers.")
 @option(
     "--idle-exit",
@@ -146,6 +148,13 @@ def command(
     common += _flags(settings, "allow", "storage_options", "host", *_TLS)
     idle = _flags(settings, "idle_exit")
     ctx = click.get_current_context()
+    if settings["replicas"] and not settings["peers"]:
+        if ctx.get_parameter_source("replicas") is ParameterSource.COMMANDLINE:
+            raise click.UsageError(
+                "--replicas 1 needs --peers HOST:PORT, where the sidecars of other hosts send their replicas to"
+            )
+        # A variable of trainers: these daemons are for jobs on this host alone, or no other host reaches it.
+        settings["replicas"] = 0
     variables = decisive_variables(os.environ)
     for name in ctx.params:
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -168,6 +177,7 @@ def command(
             *("--spool", str(spool), "--grace", str(grace)),
             *common,
             *_flags(settings, "spool_budget", "memory", "peers", "peers_name", "restore_budget"),
+            *_flags(settings, "replicas", "replicas_limit", "failure_domain"),
             *(["--insecure-listen"] if settings["insecure_listen"] and settings["peers"] else []),
             *_flags({"metrics": metrics and _next_port(metrics)}, "metrics"),
             *([] if listen else idle),

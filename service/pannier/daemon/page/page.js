@@ -184,6 +184,7 @@ function showSave(save) {
   $("place").textContent = save.checkpoint_id;
   $("state").textContent = state;
   $("state").className = "state " + state;
+  if (save.replicated_ranks || save.ranks.some(rank => rank.replica_host)) times.push(`replicated ${save.replicated_ranks} of ${several(save.ranks.length, "rank")}`);
   $("times").textContent = [save.id, ...times].join(", ");
   const waits = save.waiting_on || {}, left = waits.deadline_s ? `, at most ${Math.round(waits.deadline_s)} s more` : "";
   $("waiting").textContent = waits.text ? `waiting for ${waits.text}${left}` : "";
@@ -244,6 +245,7 @@ function showPinned() {
   $("pinned").hidden = !pinned;
   if (!pinned) return;
   const facts = [["phase", phaseOf(pinned)], ...["staged", "ingested", "uploaded", "durable"].map(name => [name, size(pinned["bytes_" + name])])];
+  if (pinned.replica_host) facts.push([`replica on ${pinned.replica_host}`, size(pinned.bytes_replicated)]);
   facts.push(["stall", pinned.stalled_s ? seconds(pinned.stalled_s) : "none yet"], ["retries", pinned.retries], ["last seen", ago(pinned.seconds_since_seen)]);
   for (const [phase, field] of Object.entries(TIMES)) if (pinned[field]) facts.push([`${phase} after`, seconds(pinned[field])]);
   const list = make("dl");
