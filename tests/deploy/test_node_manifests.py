@@ -72,7 +72,7 @@ def test_a_nodes_sidecar_has_the_settings_of_a_pods() -> None:
     mine, theirs = environment(one, pods, DOWNWARD), environment(other, node, DOWNWARD)
     of_a_node = {"PANNIER_HOST", "PANNIER_JOBS", "PANNIER_RESTORE_BUDGET"}
     # Blocks of one job are not for the peers of another.
-    of_a_pod = {"POD_IP", "PANNIER_PEERS", "PANNIER_PEERS_NAME"}
+    of_a_pod = {"POD_IP", "PANNIER_PEERS", "PANNIER_PEERS_NAME", "PANNIER_FAILURE_DOMAIN"}
     # A job's roots are in its file.
     assert mine.keys() - {"PANNIER_ALLOW"} - of_a_pod == theirs.keys() - of_a_node
     different = {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}

@@ -41,6 +41,8 @@ ROWS = {
     ],
     "the host is lost after ingestion, before durability": [
         "faults/test_lost_hosts.py::test_a_host_that_is_lost_before_it_is_durable_is_named_at_the_deadline",
+        "faults/test_replicas.py::test_what_a_lost_host_had_ingested_is_uploaded_by_the_host_with_its_replica",
+        "faults/test_replicas.py::test_a_job_loses_neither_the_checkpoint_nor_its_fast_restart_with_a_host",
     ],
     "network cut between hosts": [
         "faults/test_network.py::test_a_cut_from_the_coordinator_ends_only_saves_whose_deadline_passes_meanwhile",
