@@ -207,8 +207,8 @@ class SidecarStreams:
         self, stream: _Stream, replicas: Iterable[coordinator_pb2.HeldReplica]
     ) -> None:
         """Records of which ranks of other hosts the sidecar has all files, as of now."""
-        held = set()
-        for each in replicas:
+        held, peer = set(), stream.peer
+        for each in replicas if peer.failure_domain else ():
             context = each.context
             save = self._registry.find(context.save)
             if save is None and each.complete and context.ranks:
@@ -219,15 +219,17 @@ class SidecarStreams:
             if stream.last_sent.setdefault(save.key, ()) != _summary(save):
                 stream.add(save)
             if each.complete and not (save.ended or save.failing):
-                save.resume()
+                if not save.ranks[context.rank].has_live_sidecar:
+                    # It was planned: no rank is sent to another host before.
+                    save.resume()
                 if save.attempt is not None and save.attempt.name == each.attempt:
                     held.add((save.key, context.rank))
-                    save.note_replica(context.rank, stream.peer, context.host, held=True)
-        for key, rank in stream.peer.replicas - held:
+                    save.note_replica(context.rank, peer, context.host, held=True)
+        for key, rank in peer.replicas - held:
             save = self._registry.find_key(key)
             if save is not None and not save.ended:
-                save.note_replica(rank, stream.peer, "", held=False)
-        stream.peer.replicas = held
+                save.note_replica(rank, peer, "", held=False)
+        peer.replicas = held
 
     def _enter(
         self,

@@ -204,12 +204,16 @@ class Sidecar:
         self._call = stub.Attach()
         self._host = host
         self._statuses: dict[str, save_pb2.SaveStatus] = {}
+        self.holder: str | None = None
+        """The host that is to get replicas of this one's ranks, as the coordinator last named it."""
+        self.orders: set[int] = set()
+        """Ranks that it is to upload from their replicas."""
         self._changed = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
         # gRPC takes one write of a stream at a time.
         self._writing = asyncio.Lock()
 
-    async def open(self, *reports: coordinator_pb2.RankReport) -> None:
+    async def open(self, *reports: coordinator_pb2.RankReport, **more: Any) -> None:
         await write_receipts(reports)
         await self._call.write(
             coordinator_pb2.AttachRequest(
@@ -217,6 +221,7 @@ class Sidecar:
                 host=self._host,
                 sidecar=f"s-{self._host}",
                 reports=reports,
+                **more,
             )
         )
         self._reading = asyncio.create_task(self._read())
@@ -236,6 +241,9 @@ class Sidecar:
         async for response in self._call:
             for status in response.saves:
                 self._statuses[status.id] = status
+            if response.HasField("replica_holder"):
+                self.holder = response.replica_holder.host
+            self.orders |= {order.rank for order in response.take_over}
             self._changed.set()
 
     async def await_state(
@@ -313,11 +321,15 @@ class CoordinatorClient:
         await self.call("Fail", sidecar_pb2.FailRequest(context=who, failure=failure))
 
     async def attach(
-        self, host: str = "node-0", reports: Iterable[coordinator_pb2.RankReport] = ()
+        self,
+        host: str = "node-0",
+        reports: Iterable[coordinator_pb2.RankReport] = (),
+        **more: Any,
     ) -> Sidecar:
+        """A sidecar whose first request has these reports and ``more``."""
         sidecar = Sidecar(self.stub, host)
         self._sidecars.append(sidecar)
-        await sidecar.open(*reports)
+        await sidecar.open(*reports, **more)
         return sidecar
 
     async def await_status(
