@@ -27,6 +27,7 @@ from support.processes.ranks import start_ranks
 from support.processes.stretch import BOUND_S
 from support.processes.watching import all_in, await_save, listed
 from support.states.dcp_readers import plain_load
+from support.storage.directories import files_below
 from support.storage.gcs_server import GcsServer
 
 MIB = 1 << 20
@@ -117,9 +118,9 @@ def test_an_abort_that_no_sidecar_received_is_cleaned_up_after_the_restart(host:
     host.sidecar.start()
     report = host.coordinator.await_phase(context, DURABLE, after=before)
     assert report.HasField("receipt")
-    assert any(path.is_file() for path in host.root.rglob("*"))
+    assert files_below(host.root)
     host.coordinator.decide(context, ABORTED)
-    wait_until(lambda: not any(path.is_file() for path in host.root.rglob("*")))
+    wait_until(lambda: not files_below(host.root))
     assert host.sidecar.stop() == 0
     assert host.left() == []
 

@@ -20,6 +20,7 @@ from support.actors.history import History
 from support.processes.cli import pannier
 from support.processes.cli import pannier_here as here
 from support.storage.checkpoints import write, write_attempt, write_decision
+from support.storage.directories import files_below
 from support.storage.gcs_server import GcsServer
 from support.storage.s3_server import S3Server
 from support.storage.unreliable_store import UnreliableStore
@@ -28,15 +29,11 @@ FIRST, SECOND, THIRD = (f"i1-inc-g0000000a-s{number}" for number in (1, 2, 3))
 NOW = ("--grace", "0", "--abandoned-after", "0")
 
 
-def names(directory: Path) -> set[str]:
-    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
-
-
 def messy(place: Path) -> set[str]:
     """A checkpoint with everything that may be left; returns what must stay."""
     write_attempt(place, FIRST)
     write_attempt(place, THIRD)
-    kept = {name for name in names(place) if FIRST not in name}
+    kept = {name for name in files_below(place) if FIRST not in name}
     write_attempt(place, SECOND, commit=False)
     write_decision(place, SECOND, records_pb2.OUTCOME_ABORT)
     write(place / object_names.data_file("i1-inc-g0000000a-s4", 0, 0), b"never planned")
@@ -52,7 +49,7 @@ def test_a_bucket_is_cleaned_up(
     kept = messy(place)
     fs = fsspec.filesystem("gs", token="anon", use_listings_cache=False)
     fs.put(str(tmp_path), "bucket/run", recursive=True)
-    everything = names(place)
+    everything = files_below(place)
     dry = here("gc", "gs://bucket/run", "--dry-run", "--json", *NOW)
     planned = {line["name"] for line in dry.json_lines() if line["action"] == "would-remove"}
     assert {name.partition("step-1/")[2] for name in fs.find("bucket/run")} == everything
@@ -115,10 +112,10 @@ def test_killed_on_the_way_it_leaves_a_whole_checkpoint_and_is_run_again(
     kept = messy(place)
     killed = pannier("gc", str(tmp_path), *NOW, env={VARIABLE: at})
     assert killed.code == -9, killed
-    assert kept <= names(place) | {object_names.decision("i1-inc-g0000000a-s4")}
+    assert kept <= files_below(place) | {object_names.decision("i1-inc-g0000000a-s4")}
     assert here("verify", str(place)).code == 0
     assert here("gc", str(tmp_path), *NOW).code == 0
-    assert names(place) == kept
+    assert files_below(place) == kept
     assert here("verify", str(place)).code == 0
 
 

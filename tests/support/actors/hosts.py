@@ -13,6 +13,7 @@ from support.actors.loops import LoopThread
 from support.actors.scripted import ScriptedCoordinator, Trainer
 from support.processes.daemons import memory_directory, short_directory
 from support.processes.stretch import BOUND_S
+from support.storage.directories import files_below
 
 
 class Host:
@@ -64,8 +65,7 @@ class Host:
 
     def objects(self, step: int = 1) -> set[str]:
         """Keys of the objects of a checkpoint."""
-        directory = Path(self.id(step))
-        return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+        return files_below(Path(self.id(step)))
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from support.actors.lease_holder import LeaseHolder
 from support.actors.loops import LoopThread
 from support.actors.scripted import TIMEOUT_S, ScriptedCoordinator, Trainer
 from support.processes.daemons import memory_directory, short_directory
+from support.storage.directories import files_below
 
 
 class JobFiles:
@@ -187,8 +188,7 @@ class NodeHost:
         return f"{self.root}/{job}/step-{step}"
 
     def objects(self, job: str, step: int = 1) -> set[str]:
-        directory = Path(self.id(job, step))
-        return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+        return files_below(Path(self.id(job, step)))
 
 
 @contextmanager

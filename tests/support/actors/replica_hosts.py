@@ -10,6 +10,7 @@ from pannier.storage import ObjectInfo, Store, open_store
 from pannier.v1 import coordinator_pb2, restore_pb2, save_pb2, sidecar_pb2
 from support.actors.hosts import Host, await_true, running_host
 from support.actors.scripted import Trainer
+from support.storage.directories import files_below
 from support.storage.unreliable_store import UnreliableStore
 
 
@@ -97,11 +98,7 @@ class ReplicaHosts:
     def objects(self, context: sidecar_pb2.SaveContext) -> dict[str, bytes]:
         """What lies in storage, by key."""
         directory = Path(context.checkpoint_id)
-        return {
-            str(path.relative_to(directory)): path.read_bytes()
-            for path in directory.rglob("*")
-            if path.is_file()
-        }
+        return {key: (directory / key).read_bytes() for key in files_below(directory)}
 
 
 @contextmanager

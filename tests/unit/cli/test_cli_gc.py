@@ -16,20 +16,17 @@ from pannier.wire import object_names
 from support.processes.cli import Result
 from support.processes.cli import pannier_here as pannier
 from support.storage.checkpoints import write, write_attempt, write_decision
+from support.storage.directories import files_below
 
 FIRST, SECOND, THIRD = "i1-inc-g0000000a-s1", "i1-inc-g0000000a-s2", "i2-inc-g0000000a-s1"
 NOW = ("--grace", "0", "--abandoned-after", "0")
-
-
-def names(directory: Path) -> set[str]:
-    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
 
 
 def of(directory: Path, attempt: str) -> set[str]:
     """All objects of an attempt."""
     return {
         name
-        for name in names(directory)
+        for name in files_below(directory)
         if name.startswith((f"__{attempt}_", f".pannier/{attempt}/"))
     }
 
@@ -62,26 +59,26 @@ def place(tmp_path: Path) -> Path:
 
 def test_nothing_is_left_behind_by_a_committed_save(place: Path) -> None:
     write_attempt(place, FIRST)
-    before = names(place)
+    before = files_below(place)
     assert pannier("gc", str(place.parent), *NOW, "--json").out == ""
-    assert names(place) == before
+    assert files_below(place) == before
     assert "nothing to remove" in pannier("gc", str(place.parent)).out
 
 
 def test_leftovers_of_an_aborted_attempt_go_but_for_the_decision(place: Path) -> None:
     write_attempt(place, FIRST)
-    kept = names(place)
+    kept = files_below(place)
     write_attempt(place, SECOND, commit=False)
     write_decision(place, SECOND, records_pb2.OUTCOME_ABORT)
     left = of(place, SECOND) - {object_names.decision(SECOND)}
     dry = pannier("gc", str(place.parent), "--dry-run", "--json")
     assert {line["name"] for line in lines(dry, "would-remove")} == left
-    assert left < names(place)
+    assert left < files_below(place)
     done = lines(pannier("gc", str(place.parent), "--json"), "removed")
     assert {line["name"] for line in done} == left
     assert {(line["reason"], line["attempt"]) for line in done} == {("aborted", SECOND)}
     assert all(line["bytes"] > 0 and line["checkpoint"] == str(place) for line in done)
-    assert names(place) == kept | {object_names.decision(SECOND)}
+    assert files_below(place) == kept | {object_names.decision(SECOND)}
 
 
 def test_a_late_upload_of_an_aborted_attempt_goes(place: Path) -> None:
@@ -90,12 +87,12 @@ def test_a_late_upload_of_an_aborted_attempt_goes(place: Path) -> None:
     write(late, b"late")
     (line,) = lines(pannier("gc", str(place.parent), "--json"), "removed")
     assert (line["name"], line["bytes"]) == (late.name, 4)
-    assert names(place) == {object_names.decision(FIRST)}
+    assert files_below(place) == {object_names.decision(FIRST)}
 
 
 def test_the_decision_of_an_aborted_attempt_goes_when_it_is_old_and_alone(place: Path) -> None:
     write_attempt(place, SECOND)
-    kept = names(place)
+    kept = files_below(place)
     never = place.parent / "step-2"
     write_decision(place, FIRST, records_pb2.OUTCOME_ABORT)
     for directory, attempt in ((place, THIRD), (never, FIRST)):
@@ -111,11 +108,11 @@ def test_the_decision_of_an_aborted_attempt_goes_when_it_is_old_and_alone(place:
         (object_names.decision(FIRST), "aborted"),
         (object_names.data_file(THIRD, 1, 0), "aborted"),
     }
-    assert names(place) == kept | {object_names.decision(THIRD)}
+    assert files_below(place) == kept | {object_names.decision(THIRD)}
     assert not never.exists()
     (line,) = lines(pannier("gc", str(place.parent), "--json"), "removed")
     assert line["name"] == object_names.decision(THIRD)
-    assert names(place) == kept
+    assert files_below(place) == kept
     assert pannier("verify", str(place)).code == 0
 
 
@@ -142,9 +139,9 @@ def test_a_superseded_attempt_goes_after_its_grace_period(place: Path) -> None:
 def test_a_dry_run_marks_nothing(place: Path) -> None:
     write_attempt(place, FIRST)
     write_attempt(place, SECOND)
-    before = names(place.parent)
+    before = files_below(place.parent)
     assert lines(pannier("gc", str(place), "--dry-run", "--json"), "kept")
-    assert names(place.parent) == before
+    assert files_below(place.parent) == before
 
 
 def test_a_superseded_attempt_stays_as_long_as_a_reader_holds_it(place: Path) -> None:
@@ -153,7 +150,7 @@ def test_a_superseded_attempt_stays_as_long_as_a_reader_holds_it(place: Path) ->
     held = lease(place, FIRST)
     (kept,) = lines(pannier("gc", str(place), *NOW, "--json"), "kept")
     assert "process 7 on node-1 is reading it" in kept["reason"]
-    assert object_names.data_file(FIRST, 0, 0) in names(place)
+    assert object_names.data_file(FIRST, 0, 0) in files_below(place)
     os.utime(held, (time.time() - 91,) * 2)
     removed = lines(pannier("gc", str(place), *NOW, "--json"), "removed")
     assert {line["reason"] for line in removed} == {"superseded", "lease"}
@@ -166,24 +163,24 @@ def test_an_undecided_attempt_is_given_up_when_it_is_old(place: Path) -> None:
     write_attempt(place, FIRST, commit=False)
     (place / object_names.receipt(FIRST, 1)).unlink()
     (place / object_names.metadata_candidate(FIRST)).unlink()
-    before = names(place)
+    before = files_below(place)
     (kept,) = lines(pannier("gc", str(place), "--json"), "kept")
     assert "a save may be in progress" in kept["reason"]
-    assert names(place) == before
+    assert files_below(place) == before
     age(place, 86_401)
     dry = lines(pannier("gc", str(place), "--dry-run", "--json"), "would-remove")
-    assert names(place) == before == {line["name"] for line in dry}
+    assert files_below(place) == before == {line["name"] for line in dry}
     removed = lines(pannier("gc", str(place), "--json"), "removed")
     assert {line["reason"] for line in removed} == {"abandoned"}
-    assert names(place) == {object_names.decision(FIRST)}
+    assert files_below(place) == {object_names.decision(FIRST)}
 
 
 def test_an_attempt_that_can_be_committed_is_never_given_up(place: Path) -> None:
     write_attempt(place, FIRST, commit=False)
-    before = names(place)
+    before = files_below(place)
     (kept,) = lines(pannier("gc", str(place), *NOW, "--json"), "kept")
     assert "pannier recover" in kept["reason"]
-    assert names(place) == before
+    assert files_below(place) == before
     assert pannier("recover", str(place)).code == 0
     assert pannier("verify", str(place)).code == 0
 
@@ -192,10 +189,10 @@ def test_a_decided_commit_is_never_removed(place: Path) -> None:
     write_attempt(place, FIRST)
     (place / ".metadata").unlink()
     age(place, 1e6)
-    before = names(place)
+    before = files_below(place)
     (kept,) = lines(pannier("gc", str(place), *NOW, "--json"), "kept")
     assert "pannier recover" in kept["reason"]
-    assert names(place) == before
+    assert files_below(place) == before
 
 
 def test_data_files_without_any_record_go_when_they_are_old(place: Path) -> None:
@@ -204,7 +201,7 @@ def test_data_files_without_any_record_go_when_they_are_old(place: Path) -> None
     age(place, 86_401)
     (line,) = lines(pannier("gc", str(place), "--json"), "removed")
     assert (line["reason"], line["bytes"]) == ("abandoned", 4)
-    assert names(place) == {object_names.decision(FIRST)}
+    assert files_below(place) == {object_names.decision(FIRST)}
 
 
 def test_a_foreign_checkpoint_is_not_touched(place: Path) -> None:
@@ -217,10 +214,10 @@ def test_a_foreign_checkpoint_is_not_touched(place: Path) -> None:
     write(copy / ".metadata", b"a copy's")
     write(copy / object_names.data_file(FIRST, 0, 0), b"data")
     age(place.parent, 1e6)
-    before = names(place.parent)
+    before = files_below(place.parent)
     kept = lines(pannier("gc", str(place.parent), *NOW, "--json"), "kept")
     assert {line["checkpoint"] for line in kept} == {str(place), str(copy)}
-    assert names(place.parent) == before
+    assert files_below(place.parent) == before
 
 
 def test_a_needed_file_stays_even_if_its_attempt_was_aborted(place: Path) -> None:
@@ -232,10 +229,10 @@ def test_a_needed_file_stays_even_if_its_attempt_was_aborted(place: Path) -> Non
     write_decision(place, SECOND, records_pb2.OUTCOME_ABORT)
     write_decision(place, FIRST, records_pb2.OUTCOME_COMMIT, other)
     write(place / ".metadata", other)
-    before = names(place)
+    before = files_below(place)
     (kept,) = lines(pannier("gc", str(place), *NOW, "--json"), "kept")
     assert "refers to" in kept["reason"]
-    assert names(place) == before
+    assert files_below(place) == before
 
 
 @pytest.mark.parametrize("attempt", [FIRST, SECOND])
@@ -244,15 +241,15 @@ def test_where_a_decision_is_damaged_nothing_goes(place: Path, attempt: str) -> 
     write_attempt(place, SECOND)
     (place / object_names.decision(attempt)).write_bytes(b"{")
     age(place, 1e6)
-    before = names(place)
+    before = files_below(place)
     (kept,) = lines(pannier("gc", str(place), *NOW, "--json"), "kept")
     assert (kept["attempt"], "is damaged" in kept["reason"]) == (None, True)
-    assert names(place) == before
+    assert files_below(place) == before
 
 
 def test_temporary_files_go_when_they_are_old(place: Path) -> None:
     write_attempt(place, FIRST)
-    kept = names(place)
+    kept = files_below(place)
     left = [place / ".pannier-0123.tmp", place / ".pannier-lock", place / ".pannier/clock-1"]
     for path in left:
         write(path, b"")
@@ -261,7 +258,7 @@ def test_temporary_files_go_when_they_are_old(place: Path) -> None:
     removed = lines(pannier("gc", str(place), "--json"), "removed")
     assert {line["name"] for line in removed} == {str(p.relative_to(place)) for p in left}
     assert {line["reason"] for line in removed} == {"upload", "temporary"}
-    assert names(place) == kept
+    assert files_below(place) == kept
 
 
 def test_ages_must_not_be_negative(place: Path) -> None:
@@ -276,12 +273,12 @@ def test_a_superseded_file_that_is_still_needed_stays(place: Path) -> None:
     write_attempt(place, SECOND)
     write_decision(place, SECOND, records_pb2.OUTCOME_COMMIT, content + b"#")
     write(place / ".metadata", content + b"#")
-    data = {name for name in names(place) if name.endswith(".distcp")}
+    data = {name for name in files_below(place) if name.endswith(".distcp")}
     for dry in (("--dry-run",), ()):
         result = pannier("gc", str(place), *NOW, *dry, "--json")
         (kept,) = lines(result, "kept")
         assert (kept["attempt"], "refers to" in kept["reason"]) == (FIRST, True)
-        assert data <= names(place)
+        assert data <= files_below(place)
 
 
 def test_what_was_removed_before_an_error_is_reported(
@@ -303,4 +300,4 @@ def test_what_was_removed_before_an_error_is_reported(
     assert (result.code, "error: no" in result.err) == (3, True)
     (line,) = result.json_lines()
     assert line["checkpoint"] == str(place)
-    assert names(other) == {object_names.decision(FIRST), object_names.data_file(FIRST, 0, 0)}
+    assert files_below(other) == {object_names.decision(FIRST), object_names.data_file(FIRST, 0, 0)}

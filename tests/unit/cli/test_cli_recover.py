@@ -23,12 +23,9 @@ from support.processes.daemons import clean_environment
 from support.processes.processes import MARKER, SESSION, python
 from support.processes.stretch import BOUND_S
 from support.storage.checkpoints import write, write_attempt, write_decision
+from support.storage.directories import files_below
 
 FIRST, SECOND = "i1-aa-g83b97b85-s1", "i1-aa-g83b97b85-s2"
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
 
 
 def planned(directory: Path) -> Manifest:
@@ -118,10 +115,10 @@ def test_the_end_is_foreseen(tmp_path: Path, left: str, abort: bool, end: End) -
 def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
     place = tmp_path / "step-1"
     planned(place)
-    before = names(place)
+    before = files_below(place)
     (line,) = pannier("recover", str(place), "--json", "--dry-run").json_lines()
     assert (line["end"], line["dry_run"]) == ("committed", True)
-    assert names(place) == before
+    assert files_below(place) == before
 
 
 def test_a_candidate_is_committed_as_it_is(tmp_path: Path) -> None:
@@ -183,7 +180,7 @@ def test_what_an_aborted_attempt_left_is_removed(tmp_path: Path) -> None:
     write_decision(place, FIRST, records_pb2.OUTCOME_ABORT)
     (line,) = pannier("recover", str(place), "--json").json_lines()
     assert (line["found"], line["end"]) == ("abort", "aborted")
-    assert names(place) == [object_names.decision(FIRST)]
+    assert files_below(place) == {object_names.decision(FIRST)}
     assert pannier("recover", str(place), "--json").out == ""
 
 
@@ -195,7 +192,7 @@ def test_an_undecided_attempt_is_shown_with_its_ranks_and_given_up_only_on_reque
     write_attempt(place, SECOND, ranks=3, commit=False)
     (place / object_names.metadata_candidate(SECOND)).unlink()
     (place / object_names.receipt(SECOND, 1)).unlink()
-    before = names(place)
+    before = files_below(place)
     result = pannier("recover", str(root))
     assert result.code == 1, result
     assert "receipts are missing of host node-1: rank 1" in result.out
@@ -203,10 +200,10 @@ def test_an_undecided_attempt_is_shown_with_its_ranks_and_given_up_only_on_reque
     (line,) = pannier("recover", str(root), "--json").json_lines()
     assert line["checkpoint"] == str(place)
     assert (line["end"], line["missing"]) == ("undecided", [{"rank": 1, "host": "node-1"}])
-    assert names(place) == before
+    assert files_below(place) == before
     (line,) = pannier("recover", str(root), "--abort", "--json").json_lines()
     assert line["end"] == "aborted"
-    assert not [name for name in names(place) if SECOND in name and "decision" not in name]
+    assert not [name for name in files_below(place) if SECOND in name and "decision" not in name]
     assert (place / ".metadata").read_bytes() == kept
     assert pannier("verify", str(place)).code == 0
 
@@ -219,7 +216,7 @@ def test_a_complete_attempt_never_replaces_a_newer_one(tmp_path: Path) -> None:
     assert line["end"] == "aborted"
     assert "newer save" in line["reason"]
     assert (place / ".metadata").read_bytes() == newer
-    assert not [name for name in names(place) if FIRST in name and "decision" not in name]
+    assert not [name for name in files_below(place) if FIRST in name and "decision" not in name]
 
 
 def test_what_a_plain_writer_put_there_since_stays(tmp_path: Path) -> None:

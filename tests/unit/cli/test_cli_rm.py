@@ -16,13 +16,10 @@ from pannier.wire.errors import SaveAbortedError
 from support.processes.cli import pannier
 from support.processes.cli import pannier_here as here
 from support.storage.checkpoints import write, write_attempt, write_decision
+from support.storage.directories import files_below
 from support.storage.unreliable_store import UnreliableStore
 
 FIRST, SECOND, THIRD = (f"i1-inc-g0000000a-s{number}" for number in (1, 2, 3))
-
-
-def names(directory: Path) -> set[str]:
-    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
 
 
 @pytest.fixture
@@ -39,8 +36,8 @@ def place(tmp_path: Path) -> Path:
 def test_everything_of_a_checkpoint_goes(place: Path) -> None:
     other = place.parent / "step-2"
     write_attempt(other, FIRST)
-    kept = names(other)
-    objects = names(place)
+    kept = files_below(other)
+    objects = files_below(place)
     size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
     result = here("rm", str(place), "--yes", "--json")
     assert result.code == 0, result
@@ -54,27 +51,27 @@ def test_everything_of_a_checkpoint_goes(place: Path) -> None:
     }
     assert result.json()["bytes"] >= size
     assert not place.exists()
-    assert names(other) == kept
+    assert files_below(other) == kept
     again = here("rm", str(place), "--yes")
     assert (again.code, "no checkpoint" in again.err) == (1, True)
 
 
 def test_it_asks_first(place: Path) -> None:
-    before = names(place)
+    before = files_below(place)
     result = pannier("rm", str(place))
     assert result.code == 130
     assert "Remove it for good?" in result.err
-    assert names(place) == before
+    assert files_below(place) == before
     assert here("rm", str(place), "--json").code == 2
-    assert names(place) == before
+    assert files_below(place) == before
 
 
 def test_a_foreign_checkpoint_is_refused(place: Path) -> None:
     write(place / ".metadata", b"somebody else's")
-    before = names(place)
+    before = files_below(place)
     result = here("rm", str(place), "--yes")
     assert (result.code, "not committed by Pannier" in result.err) == (1, True)
-    assert names(place) == before
+    assert files_below(place) == before
 
 
 def test_a_save_under_way_stays(place: Path) -> None:
@@ -82,7 +79,7 @@ def test_a_save_under_way_stays(place: Path) -> None:
     write_attempt(place, under_way, commit=False)
     result = here("rm", str(place), "--yes", "--json")
     assert result.json()["undecided"] == [under_way]
-    assert {name for name in names(place) if under_way not in name} == set()
+    assert {name for name in files_below(place) if under_way not in name} == set()
     assert here("recover", str(place)).code == 0
     assert here("verify", str(place)).code == 0
 
@@ -112,7 +109,7 @@ def test_killed_on_the_way_it_is_whole_or_gone_and_ends_when_run_again(
         # `recover` doesn't finish it as a commit.
         assert here("recover", str(place)).code == 0
         assert not (place / ".metadata").exists()
-    left = names(place)
+    left = files_below(place)
     result = here("rm", str(place), "--yes")
     assert result.code == (0 if left else 1), result
     assert not left or not place.exists()
@@ -140,11 +137,11 @@ def test_a_coordinator_that_was_stopped_before_its_last_write_brings_nothing_bac
         content = (place / ".metadata").read_bytes()
         plan = await plan_removal(store)
         await remove_checkpoint(store, plan, host="here")
-        assert names(place) == set()
+        assert files_below(place) == set()
         write(place / object_names.metadata_candidate(THIRD), content)
         with pytest.raises(RemovedError):
             await install(store, decision)
-        assert names(place) == set()
+        assert files_below(place) == set()
 
     asyncio.run(run())
 
@@ -163,7 +160,7 @@ def test_a_write_that_arrives_while_it_is_removed_is_taken_back(place: Path) -> 
         await remove_checkpoint(store, await plan_removal(store), host="here")
 
     asyncio.run(run())
-    assert names(place) == set()
+    assert files_below(place) == set()
 
 
 def test_a_save_that_is_committed_meanwhile_stays(place: Path) -> None:

@@ -17,6 +17,7 @@ from pannier.storage import StorageError, Store, open_store
 from pannier.wire import object_names
 from pannier.wire.object_names import Attempt
 from support.storage.checkpoints import write, write_attempt
+from support.storage.directories import files_below
 from support.storage.unreliable_store import UnreliableStore
 
 GROUP = "g0000000a"
@@ -25,10 +26,6 @@ NEWEST = Policy(newest=1)
 
 def attempt(number: int) -> str:
     return Attempt(1, number, GROUP, "inc").name
-
-
-def names(directory: Path) -> set[str]:
-    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
 
 
 @pytest.fixture
@@ -75,14 +72,14 @@ class Deleting(UnreliableStore):
 
 
 def test_a_lease_that_is_taken_after_the_first_look_spares_the_checkpoint(root: Path) -> None:
-    before = names(root / "step-1")
+    before = files_below(root / "step-1")
     reader = StorageReader(root / "step-1")
     mark = object_names.removal_mark(attempt(1))
     outcome = retained(root, at(root, mark, reader.resolve))["step-1"]
     assert outcome.spared
     assert "is being read by process" in outcome.why
     reader.release()
-    assert names(root / "step-1") == before, "no mark is left"
+    assert files_below(root / "step-1") == before, "no mark is left"
     # The record doesn't list it as removed.
     with pytest.raises(MissingError, match="step-3 is no checkpoint: it doesn't exist"):
         StorageReader(root / "step-3").resolve()
