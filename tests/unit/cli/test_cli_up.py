@@ -18,6 +18,7 @@ from pannier.cli.commands import up as up_command
 from pannier.cli.commands.up import default_spool
 from pannier.cli.main import cli
 from pannier.wire import addresses
+from pannier.wire.version import WIRE_VERSION
 from support.processes.daemons import clean_environment, short_directory
 from support.processes.processes import Process, python
 from support.processes.stretch import BOUND_S
@@ -366,7 +367,7 @@ def test_the_default_spool_is_on_tmpfs_and_not_shared_between_runtime_directorie
     usual = Path("/tmp/usual")
     spool = default_spool(usual, usual)
     assert spool.parent == Path("/dev/shm")
-    assert spool.name == f"pannier-{os.getuid()}-v4"
+    assert spool.name == f"pannier-{os.getuid()}-v{WIRE_VERSION}"
     assert default_spool(Path("/tmp/other"), usual) != spool
     # A runtime directory from the environment isn't any user's usual one.
     monkeypatch.setenv("PANNIER_RUNTIME_DIR", str(usual))
