@@ -94,7 +94,7 @@ def hosts(tmp_path: Path, server: GcsServer) -> Iterator[Replicating]:
 def test_what_a_lost_host_had_ingested_is_uploaded_by_the_host_with_its_replica(
     hosts: Replicating, restarted: bool
 ) -> None:
-    target = "gs://bucket/replicas/step-1"
+    target = f"gs://bucket/replicas/step-{1 + 10 * restarted}"
     hold_up(hosts.server)
     coordinator = hosts.daemons.coordinator
     with hosts.party("lost") as ranks:
