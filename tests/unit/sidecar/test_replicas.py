@@ -43,6 +43,21 @@ def test_a_lost_host_is_uploaded_for_with_the_same_objects(hosts: ReplicaHosts) 
     again = hosts.origin.coordinator.await_phase(context, DURABLE)
     assert again.receipt == receipt
     assert hosts.objects(context) == found
-    assert sorted(map(len, found.values()))[-3:-1] != []
     hosts.decide(context, COMMITTED)
     await_true(lambda: bool(hosts.holder.sidecar.local_copies.statuses()), "a local copy")
+
+
+def test_a_restarted_holder_has_its_replica_until_the_save_is_aborted(hosts: ReplicaHosts) -> None:
+    hosts.start()
+    hosts.assign()
+    _, context = hosts.ingest(os.urandom(2 * MIB + 5))
+    hosts.await_held(1)
+    hosts.holder.end()
+    hosts.holder.coordinator.requests.clear()
+    hosts.start_holder()
+    hosts.await_held(1)
+    hosts.decide(context, ABORTED)
+    await_true(lambda: not hosts.holder.sidecar.replicas.reserved, "freed")
+    hosts.holder.end()
+    assert not list(hosts.holder.spool.glob("*.data"))
+    hosts.start_holder()
