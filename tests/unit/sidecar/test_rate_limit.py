@@ -24,8 +24,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(rate_limit.time, "monotonic", made.monotonic)
-    monkeypatch.setattr(rate_limit.asyncio, "sleep", made.sleep)
+    for module in "time", "asyncio":
+        monkeypatch.setattr(rate_limit, module, made)
     return made
 
 
