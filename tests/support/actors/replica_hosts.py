@@ -1,15 +1,30 @@
 """Two hosts in this process that exchange replicas: one saves, the other holds; a coordinator of its own each."""
 
+import asyncio
+import queue
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import crc32c
+import grpc
+
 from pannier.storage import ObjectInfo, Store, open_store
-from pannier.v1 import coordinator_pb2, restore_pb2, save_pb2, sidecar_pb2
+from pannier.v1 import (
+    coordinator_pb2,
+    records_pb2,
+    restore_pb2,
+    restore_pb2_grpc,
+    save_pb2,
+    sidecar_pb2,
+)
+from pannier.wire import errors, object_names
+from pannier.wire.addresses import channel_options
+from pannier.wire.version import WIRE_VERSION
 from support.actors.hosts import Host, await_true, running_host
-from support.actors.scripted import Trainer
+from support.actors.scripted import PLAN_ID, TIMEOUT_S, Trainer, attempt_of, data_file
 from support.storage.directories import files_below
 from support.storage.unreliable_store import UnreliableStore
 
@@ -18,8 +33,6 @@ class NoUploads(UnreliableStore):
     """Begins no upload."""
 
     async def upload(self, key: str, source: Any, *, progress: Any, retried: Any) -> ObjectInfo:
-        import asyncio
-
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -29,6 +42,80 @@ def stalled(url: str) -> Store:
     return NoUploads(open_store(url))
 
 
+def replica_start(
+    checkpoint_id: str, *data: bytes, number: int = 1, timeout_s: float = 0.0
+) -> restore_pb2.ReplicaStart:
+    """The first message about rank 3 of node-9, with a file of each of these contents.
+
+    Args:
+        timeout_s: until its save's deadline; 0: it isn't known.
+    """
+    ranks = [2, 3]
+    save = save_pb2.SaveId(
+        job="job", incarnation="inc1", group=object_names.group_name(ranks), number=number
+    )
+    context = sidecar_pb2.SaveContext(
+        save=save, checkpoint_id=checkpoint_id, ranks=ranks, world_size=4, rank=3, host="node-9"
+    )
+    attempt = attempt_of(save)
+    files = [
+        data_file(f"__{attempt}_3_{index}.distcp", content) for index, content in enumerate(data)
+    ]
+    receipt = records_pb2.Receipt(
+        attempt=attempt, plan_id=PLAN_ID, rank=3, host="node-9", files=files
+    )
+    return restore_pb2.ReplicaStart(
+        context=context,
+        receipt=receipt,
+        created_at=1000.0,
+        save_timeout_s=timeout_s,
+        host="node-9",
+        wire_version=WIRE_VERSION,
+    )
+
+
+class ReplicaCall:
+    """A call of ``Replicate``, message by message, as another host's sidecar makes it. Errors as that sees them."""
+
+    def __init__(self, channel: grpc.Channel, start: restore_pb2.ReplicaStart) -> None:
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._messages.put(restore_pb2.ReplicateRequest(start=start))
+        messages = iter(self._messages.get, None)
+        self._call = restore_pb2_grpc.PeerStub(channel).Replicate(messages, timeout=TIMEOUT_S)
+
+    def send(self, file: int, offset: int, data: bytes, crc: int | None = None) -> None:
+        chunk = restore_pb2.ReplicaChunk(
+            file=file, offset=offset, data=data, crc32c=crc32c.crc32c(data) if crc is None else crc
+        )
+        self.send_raw(restore_pb2.ReplicateRequest(chunk=chunk))
+
+    def send_raw(self, request: restore_pb2.ReplicateRequest) -> None:
+        self._messages.put(request)
+
+    def response(self) -> restore_pb2.ReplicateResponse:
+        """The next one."""
+        try:
+            response: restore_pb2.ReplicateResponse = next(self._call)
+        except grpc.RpcError as error:
+            raise errors.from_rpc_error(error, peer="holder") from error
+        return response
+
+    def await_complete(self) -> None:
+        """Returns when the other side has all of it."""
+        while not self.response().complete:
+            pass
+
+    def end(self) -> None:
+        """Ends the stream from this side; returns when the other one has ended it."""
+        self._messages.put(None)
+        for _ in self._call:
+            pass
+
+    def cut(self) -> None:
+        self._call.cancel()
+        self._messages.put(None)
+
+
 class ReplicaHosts:
     """See the module. ``origin`` is node-0, ``holder`` node-1."""
 
@@ -36,6 +123,7 @@ class ReplicaHosts:
         self.origin = origin
         self.holder = holder
         self._port = _free_port()
+        self._channels: list[grpc.Channel] = []
 
     @property
     def held(self) -> list[coordinator_pb2.HeldReplica]:
@@ -52,13 +140,42 @@ class ReplicaHosts:
 
     def start_origin(self, *, store: Any = stalled, **settings: Any) -> None:
         address = f"127.0.0.1:{_free_port()}"
+        coordinator = self.origin.coordinator
+        before = len(coordinator.requests)
         self.origin.start(store=store, peers=address, replicas=1, **settings)
-        attached = self.origin.coordinator.await_request
-        attached(lambda request: request.replicas.failure_domain == "node-0")
+        coordinator.await_request(
+            lambda request: request.replicas.failure_domain == "node-0", after=before
+        )
 
     def start_holder(self, **settings: Any) -> None:
         address = f"127.0.0.1:{self._port}"
         self.holder.start(**{"peers": address, "replicas": 1, **settings})
+
+    def call(self, start: restore_pb2.ReplicaStart) -> ReplicaCall:
+        """Sends a replica to the holder, over a connection of its own."""
+        options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
+        channel = grpc.insecure_channel(f"127.0.0.1:{self._port}", options=options)
+        self._channels.append(channel)
+        return ReplicaCall(channel, start)
+
+    def send(self, start: restore_pb2.ReplicaStart, *data: bytes) -> None:
+        """Sends all of a replica to the holder, in a chunk for each file."""
+        call = self.call(start)
+        for index, content in enumerate(data):
+            call.send(index, 0, content)
+        call.await_complete()
+
+    def restart_holder(self, **settings: Any) -> None:
+        self.holder.end()
+        self.start_holder(**settings)
+
+    def tick(self) -> None:
+        """The holder's periodic upkeep, and what it sets off."""
+        self.holder.loop.run(self.holder.sidecar.replicas.tick())
+
+    def close(self) -> None:
+        for each in self._channels:
+            each.close()
 
     def assign(self, host: str = "node-1", port: int = 0) -> None:
         """Names the holder to the origin."""
@@ -85,9 +202,10 @@ class ReplicaHosts:
 
         await_true(reported, f"{complete} complete replicas")
 
-    def take_over(self, context: sidecar_pb2.SaveContext) -> None:
+    def take_over(self, context: sidecar_pb2.SaveContext, rank: int | None = None) -> None:
         """Has the holder upload a rank."""
-        request = coordinator_pb2.TakeOver(save=context.save, rank=context.rank)
+        rank = context.rank if rank is None else rank
+        request = coordinator_pb2.TakeOver(save=context.save, rank=rank)
         self.holder.coordinator.respond(coordinator_pb2.AttachResponse(take_over=[request]))
 
     def decide(self, context: sidecar_pb2.SaveContext, state: "save_pb2.SaveState") -> None:
@@ -104,8 +222,12 @@ class ReplicaHosts:
 @contextmanager
 def replica_hosts() -> Iterator[ReplicaHosts]:
     """Both hosts, not started yet."""
-    with running_host("node-0") as origin, running_host("node-1") as holder:
-        yield ReplicaHosts(origin, holder)
+    with (
+        running_host("node-0") as origin,
+        running_host("node-1") as holder,
+        closing(ReplicaHosts(origin, holder)) as hosts,
+    ):
+        yield hosts
 
 
 def _free_port() -> int:

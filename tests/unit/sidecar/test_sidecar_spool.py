@@ -1,6 +1,5 @@
 """The spool: reserved space, recycled files, budgets and jobs that go away."""
 
-import asyncio
 import os
 import shutil
 import stat
@@ -10,17 +9,10 @@ from pathlib import Path
 import pytest
 
 from pannier.common import timeouts
-from pannier.sidecar.restore.host_blocks import HostBlocks
-from pannier.sidecar.restore.local_copies import LocalCopies
-from pannier.sidecar.restore.peers import Peers
-from pannier.sidecar.restore.stored_blocks import StoredBlocks
-from pannier.sidecar.save_registry import SaveRegistry
-from pannier.sidecar.spool.journal_state import JournalState
-from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.spool import Spool
-from pannier.sidecar.status import backlog
-from pannier.storage import open_store
 from pannier.wire import errors
+from support.actors.hosts import running_host
+from support.actors.lease_holder import LeaseHolder
 from support.processes.daemons import memory_directory
 
 MIB = 1 << 20
@@ -127,20 +119,12 @@ def test_a_spool_that_is_a_file_is_refused(memory: Path) -> None:
         Spool(memory / "spool")
 
 
-def test_a_request_that_there_is_no_room_for_is_counted(memory: Path) -> None:
-    async def ask() -> int:
-        mapped = MappedFiles(spool)
-        copies = LocalCopies(mapped, JournalState(memory / "spool"), SaveRegistry())
-        stored, peers = StoredBlocks(open_store, ()), Peers(None, "", insecure=False)
-        blocks = HostBlocks(
-            copies, stored, peers, host="node-0", budget=8 * MIB, may_fetch=lambda: True
-        )
-        await mapped.reserve(("job", "inc", 0), "c", [2 * MIB])
-        assert backlog([], spool, mapped, blocks).refusals == 0
-        with pytest.raises(errors.BusyError):
-            await mapped.reserve(("job", "inc", 0), "c", [3 * MIB])
-        return backlog([], spool, mapped, blocks).refusals
-
-    spool = Spool(memory / "spool", budget=4 * MIB)
-    assert asyncio.run(ask()) == 1
-    spool.close()
+def test_a_request_that_there_is_no_room_for_is_counted() -> None:
+    with running_host() as host:
+        sidecar, trainer = host.start(spool_budget=4 * MIB), host.trainer()
+        with LeaseHolder(trainer, host.address) as leases:
+            leases.reserve(2 * MIB)
+            assert sidecar.backlog().refusals == 0
+            with pytest.raises(errors.BusyError):
+                leases.reserve(3 * MIB)
+        assert sidecar.backlog().refusals == 1

@@ -406,9 +406,8 @@ class HeldReplicas:
         self._journal.rebind(held, rank)
         for file in held.files.values():
             rank.restore_file(file)
-            if not file.upload.durable:
-                file.upload = UploadProgress()
-                self._uploads.start(rank, file)
+            file.upload = UploadProgress()
+            self._uploads.start(rank, file)
         self._uploads.finish(rank)
         _log.warning(
             "%s is uploaded by this host from its replica", rank.label, extra=rank.log_fields

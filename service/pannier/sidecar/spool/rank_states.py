@@ -74,6 +74,12 @@ class RankState:
         return [file for file in self.files.values() if file.spool_file]
 
     @property
+    def is_replica(self) -> bool:
+        """Whether it is of another host, and nothing of it was uploaded here: else it was taken over."""
+        uploaded = self.stored or any(file.durable for file in self.files.values())
+        return self.begun.replica and (self.failure is not None or not uploaded)
+
+    @property
     def label(self) -> str:
         """Save, rank and host, for errors and logs."""
         context = self.begun.context

@@ -60,8 +60,8 @@ async def recover(
     everything = journal.states()
     committed = {save_text(each.begun.context.save) for each in everything if each.committed}
     copies = [each for each in everything if save_text(each.begun.context.save) in committed]
-    others = [each for each in everything if each not in copies and each.begun.replica]
-    states = [each for each in everything if each not in copies and not each.begun.replica]
+    others = [each for each in everything if each not in copies and each.is_replica]
+    states = [each for each in everything if each not in copies and not each.is_replica]
     start = time.monotonic()
     threads = Threads("the spool", patience_s=math.inf, threads=_READERS)
     in_spool = [(state, file) for state in everything for file in state.in_spool]
@@ -171,8 +171,6 @@ async def _restore_replica(
             label = f"{name} of the replica of {state.label}"
             file = DataFile(name, recorded.size, spool_file, label=label)
             file.restore(checked)
-            if recorded.durable:
-                file.upload.restore_durable(file.size)
             files.append(file)
     kept = len(files) == len(state.files) and state.failure is None and state.ended is None
     if kept:
@@ -257,6 +255,7 @@ def _restore(
         receipt=receipt,
         failure=state.failure,
         outcome=outcome,
+        replica=begun.replica,
     )
     journal.bind(rank, state)
     return rank
