@@ -14,10 +14,9 @@ import grpc
 import pytest
 
 from pannier.client.restore import fetched_blocks
-from pannier.client.restore.block_table import BlockTable, LoadName
 from pannier.client.restore.fetched_blocks import FetchedBlocks
 from pannier.client.restore.load_progress import LoadProgress
-from pannier.client.restore.restore_plan import Host, RankPlan, SharedFile
+from pannier.client.restore.restore_plan import BlockTable, Host, LoadName, RankPlan, SharedFile
 from pannier.client.transport.channel import SidecarChannel
 from pannier.v1 import records_pb2, restore_pb2, restore_pb2_grpc
 from pannier.wire.chunk_codec import BLOCK_BYTES, Checksums

@@ -11,9 +11,8 @@ import crc32c
 import grpc
 import pytest
 
-from pannier.client.restore.block_table import BlockTable, LoadName
 from pannier.client.restore.peer_blocks import PeerBlocks
-from pannier.client.restore.restore_plan import Host, RankPlan, SharedFile
+from pannier.client.restore.restore_plan import BlockTable, Host, LoadName, RankPlan, SharedFile
 from pannier.common import timeouts
 from pannier.v1 import records_pb2, restore_pb2, restore_pb2_grpc
 from pannier.wire.chunk_codec import Checksums

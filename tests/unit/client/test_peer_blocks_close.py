@@ -8,9 +8,16 @@ from typing import Any
 import grpc
 import pytest
 
-from pannier.client.restore.block_table import BlockTable, LoadName
 from pannier.client.restore.peer_blocks import PeerBlocks
-from pannier.client.restore.restore_plan import Host, RankNeeds, Span, merge, plan_restore
+from pannier.client.restore.restore_plan import (
+    BlockTable,
+    Host,
+    LoadName,
+    RankNeeds,
+    Span,
+    merge,
+    plan_restore,
+)
 from pannier.v1 import records_pb2, restore_pb2, restore_pb2_grpc
 from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import UnavailableError

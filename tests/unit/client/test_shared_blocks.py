@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 
 from pannier.client.loading.range_reader import Range, Read, read_ranges
-from pannier.client.restore.block_table import BlockTable, LoadName, SharedBlock
 from pannier.client.restore.fetched_blocks import FetchedBlocks
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import ReadCounts, combine
-from pannier.client.restore.restore_plan import BlockSource, RankPlan
+from pannier.client.restore.restore_plan import (
+    BlockSource,
+    BlockTable,
+    LoadName,
+    RankPlan,
+    SharedBlock,
+)
 from pannier.client.restore.shared_blocks import FetchedBlock, SharedBlocks
 from pannier.client.restore.sources import Sources
 from pannier.client.restore.stored_reads import StoredReads

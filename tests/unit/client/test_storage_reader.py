@@ -25,12 +25,11 @@ from pannier.client.config import load_settings
 from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.metadata_reader import Generation
 from pannier.client.loading.storage_reader import StorageReader
-from pannier.client.restore.block_table import LoadName
 from pannier.client.restore.host_copies import HostCopies, HostSurvey
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_sharing import LoadSharing
 from pannier.client.restore.local_file import LocalFile
-from pannier.client.restore.restore_plan import RankNeeds, RankPlan
+from pannier.client.restore.restore_plan import LoadName, RankNeeds, RankPlan
 from pannier.client.restore.shared_blocks import BlockReader
 from pannier.v1 import records_pb2, restore_pb2
 from pannier.wire.errors import (

@@ -35,11 +35,10 @@ from pannier.client.loading.range_reader import (
 )
 from pannier.client.loading.safe_unpickler import unpickle_metadata
 from pannier.client.restore import load_progress
-from pannier.client.restore.block_table import LoadName
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.local_file import LocalFile
 from pannier.client.restore.needed_spans import spans_of
-from pannier.client.restore.restore_plan import RankNeeds, RankPlan
+from pannier.client.restore.restore_plan import LoadName, RankNeeds, RankPlan
 from pannier.client.restore.sources import Sharing, Sources
 from pannier.common import timeouts
 from pannier.wire import object_names

@@ -19,9 +19,9 @@ from typing import Any, Final
 import crc32c
 import grpc
 
-from pannier.client.restore.block_table import BlockTable, LoadName, SharedBlock
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import BUCKET
+from pannier.client.restore.restore_plan import BlockTable, LoadName, SharedBlock
 from pannier.client.restore.shared_blocks import FetchedBlock
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.client.transport.shared_memory import (

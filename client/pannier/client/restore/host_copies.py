@@ -20,12 +20,11 @@ from pannier.client.config import Settings
 from pannier.client.embedded import launcher
 from pannier.client.embedded.daemon_spec import tls_files
 from pannier.client.embedded.network import boot_id
-from pannier.client.restore.block_table import BlockTable, LoadName
 from pannier.client.restore.fetched_blocks import FetchedBlocks
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.local_file import LocalFile
 from pannier.client.restore.peer_blocks import PeerBlocks
-from pannier.client.restore.restore_plan import Credentials, Host, RankPlan
+from pannier.client.restore.restore_plan import BlockTable, Credentials, Host, LoadName, RankPlan
 from pannier.client.restore.shared_blocks import BlockReader
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.client.transport.shared_memory import (

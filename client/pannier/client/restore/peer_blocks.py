@@ -16,8 +16,7 @@ import crc32c
 import grpc
 import numpy as np
 
-from pannier.client.restore.block_table import BlockTable, LoadName, SharedBlock
-from pannier.client.restore.restore_plan import Credentials, Host
+from pannier.client.restore.restore_plan import BlockTable, Credentials, Host, LoadName, SharedBlock
 from pannier.client.restore.shared_blocks import FetchedBlock
 from pannier.common import timeouts
 from pannier.v1 import restore_pb2, restore_pb2_grpc

@@ -15,11 +15,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from pannier.client.interrupts import aside, shielded
-from pannier.client.restore.block_table import LoadName
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import BUCKET, OWN_SPOOL
 from pannier.client.restore.local_file import BlockCache, LocalFile
-from pannier.client.restore.restore_plan import RankNeeds, RankPlan
+from pannier.client.restore.restore_plan import LoadName, RankNeeds, RankPlan
 from pannier.client.restore.shared_blocks import BlockPlace, BlockReader, SharedBlocks
 from pannier.client.restore.stored_reads import StoredReads
 from pannier.wire.chunk_codec import BLOCK_BYTES
