@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pannier.common import timeouts
-from pannier.v1 import save_pb2
+from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.file_layout import STAMP_BYTES
 from support.actors.hosts import await_true
 from support.actors.lease_holder import LeaseHolder, hand_over, staged
@@ -186,6 +186,22 @@ def test_a_file_into_which_a_trainer_stages_another_save_is_not_sent_on(
         await_true(lambda: "has no replica: " in caplog.text, "it isn't sent on")
     assert "a trainer stages another save there" in caplog.text
     assert slow.held == [] or not slow.held[0].complete
+
+
+def test_a_save_that_torch_plans_is_not_sent(
+    hosts: ReplicaHosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts.start()
+    hosts.assign()
+    trainer = hosts.origin.trainer(0, (0, 1))
+    context = trainer.context(hosts.origin.id())
+    trainer.call("Begin", sidecar_pb2.BeginRequest(context=context))
+    trainer.hand_over(context, trainer.write(context, "0", bytes(1000)), plan_id="")
+    hosts.origin.coordinator.await_phase(context, INGESTED)
+    hosts.ingest(bytes(2000), number=2)
+    hosts.await_held(1)
+    assert hosts.origin.sidecar.replicas.sent == 2000
+    assert "replica" not in caplog.text
 
 
 def test_the_newest_save_goes_first(hosts: ReplicaHosts, caplog: pytest.LogCaptureFixture) -> None:

@@ -109,9 +109,10 @@ class ReplicaSender:
         if not self._holder.host:
             return
         for rank in save.ranks.values():
-            ready = rank.phase in (Phase.INGESTED, Phase.DURABLE) and not rank.replica
+            # A save that torch plans ends with its trainers: no other host could finish it.
+            ready = rank.phase in (Phase.INGESTED, Phase.DURABLE) and bool(rank.plan.id)
             known = rank in self._waiting or rank in self._done or self._is_current(rank)
-            if ready and rank.receipt is not None and not known:
+            if ready and rank.receipt is not None and not (known or rank.replica):
                 self._waiting[rank] = None
                 self._wake.set()
                 if self._current is not None and self._current[0].save.outcome is not None:
