@@ -16,7 +16,7 @@ from support.states.states import quantized
 
 SCRIPTS = Path(__file__).parent / "ranks"
 SEED = 3
-WRITERS = (2, 4)
+WRITERS = (4, pytest.param(2, marks=pytest.mark.extended))
 AGAIN = 4
 """As many ranks save by the plan of an earlier save."""
 READERS = {3: "client", 2: "dcp client", 1: "client"}
@@ -25,14 +25,15 @@ READERS = {3: "client", 2: "dcp client", 1: "client"}
 
 @dataclass(frozen=True)
 class Runs:
-    """What the ranks of all runs found wrong."""
+    """What the ranks found wrong that saved, and those that read it."""
 
-    written: dict[int, list[dict[str, list[str]]]]
-    """By number of ranks; one report by kind for each rank."""
+    writers: int
+    written: list[dict[str, list[str]]]
+    """By rank; reports by kind."""
     read: dict[int, list[dict[str, list[str]]]]
-    """The same; reports by ``<kind>|<target>|<reader>|<root>``."""
-    roots: dict[int, Path]
-    """Where the checkpoints are, by number of ranks that saved them."""
+    """By number of ranks, and rank; reports by ``<kind>|<target>|<reader>|<root>``."""
+    root: Path
+    """Where the checkpoints are."""
 
 
 def _run(script: str, ranks: int, directory: Path, env: dict[str, str]) -> None:
@@ -45,24 +46,22 @@ def _reports(directory: Path, ranks: int, prefix: str = "") -> list[dict[str, li
     return [json.loads((directory / f"{prefix}{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+@pytest.fixture(scope="module", params=WRITERS, ids=lambda ranks: f"by {ranks}")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    writers = request.param
     base = tmp_path_factory.mktemp("states")
-    roots = {ranks: base / f"by-{ranks}" for ranks in WRITERS}
+    root = base / "root"
     with Daemons(base) as daemons:
-        for ranks in WRITERS:
-            again = {"AGAIN": "1"} if ranks == AGAIN else {}
-            env = daemons.env(ROOT=str(roots[ranks]), **again)
-            _run("write_states.py", ranks, base / f"written-{ranks}", env)
-    written = {ranks: _reports(base / f"written-{ranks}", ranks) for ranks in WRITERS}
+        again = {"AGAIN": "1"} if writers == AGAIN else {}
+        _run("write_states.py", writers, base / "written", daemons.env(ROOT=str(root), **again))
     # Nothing of Pannier runs while the checkpoints are read.
     env = {
-        "ROOTS": json.dumps({str(root): [ranks, [*KINDS]] for ranks, root in roots.items()}),
+        "ROOTS": json.dumps({str(root): [writers, [*KINDS]]}),
         "READERS": json.dumps(READERS),
     }
     _run("read_states.py", max(READERS), base / "read", env)
     read = {ranks: _reports(base / "read", ranks, f"{ranks}-") for ranks in READERS}
-    return Runs(written, read, roots)
+    return Runs(writers, _reports(base / "written", writers), read, root)
 
 
 @pytest.mark.slow
@@ -70,9 +69,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize("name", KINDS)
 def test_comes_back_bit_for_bit_in_any_layout(runs: Runs, name: str) -> None:
     problems = []
-    for ranks, reports in runs.written.items():
-        for rank, report in enumerate(reports):
-            problems += [f"saving, rank {rank} of {ranks}: {t}" for t in report[name]]
+    for rank, report in enumerate(runs.written):
+        problems += [f"saving, rank {rank} of {runs.writers}: {t}" for t in report[name]]
     loads = 0
     for ranks, reports in runs.read.items():
         for rank, report in enumerate(reports):
@@ -84,34 +82,33 @@ def test_comes_back_bit_for_bit_in_any_layout(runs: Runs, name: str) -> None:
                     problems += [f"{where}: {text}" for text in found]
     assert not problems, "\n".join(problems)
     ways = {ranks: len(how.split()) for ranks, how in READERS.items() if ranks in KINDS[name].ranks}
-    assert loads >= sum(ranks * count for ranks, count in ways.items()) * len(WRITERS)
+    assert loads >= sum(ranks * count for ranks, count in ways.items())
 
 
-@pytest.mark.parametrize("writers", WRITERS)
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.most_bytes])
-def test_stores_no_more_bytes_than_it_must(runs: Runs, name: str, writers: int) -> None:
-    files = list((runs.roots[writers] / name).glob("*.distcp"))
+def test_stores_no_more_bytes_than_it_must(runs: Runs, name: str) -> None:
+    files = list((runs.root / name).glob("*.distcp"))
     assert files
     assert sum(path.stat().st_size for path in files) <= (KINDS[name].most_bytes or 0)
 
 
 def test_quantized_tensors_and_subclasses_are_stored_as_they_are(runs: Runs) -> None:
-    stored = _stored(runs.roots[4] / "quantized")
+    stored = _stored(runs.root / "quantized")
     wanted = quantized(SEED)
     assert stored["tensor"].is_quantized
     assert not differences(stored, wanted)
-    pair = _stored(runs.roots[4] / "wrapper subclass")["pair"]
+    pair = _stored(runs.root / "wrapper subclass")["pair"]
     assert type(pair).__name__ == "TwoTensor"
 
 
 def test_a_transformed_tensor_is_stored_in_its_new_dtype(runs: Runs) -> None:
-    stored = _stored(runs.roots[2] / "transform_object")
+    stored = _stored(runs.root / "transform_object")
     assert stored["wide"].dtype is torch.bfloat16
     assert stored["exact"].dtype is torch.float64
 
 
 def test_tied_weights_are_stored_by_every_name_as_torch_does(runs: Runs) -> None:
-    stored = _stored(runs.roots[2] / "tied")
+    stored = _stored(runs.root / "tied")
     assert bits(stored["embedding"]) == bits(stored["head"])
     assert bits(stored["embedding"][2:5]) == bits(stored["rows"])
 
