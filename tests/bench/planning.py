@@ -189,7 +189,8 @@ def run_peer(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from pannier.wire.plan_codec import decode_items, decode_mappings, parse_mappings
+    from pannier.wire.plan_codec import decode_items
+    from pannier.wire.plan_columns import decode_mappings, parse_mappings
 
     local = [
         SavePlan(

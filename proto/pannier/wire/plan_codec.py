@@ -1,17 +1,16 @@
 """DCP's plans and metadata <-> the columns of ``plan.proto``.
 
 In: torch's ``WriteItem``s, flatten mappings and ``Metadata``. Out: messages, and the
-same objects back again. Pure functions; any thread. The sidecar never imports this
-module (it needs torch).
+same objects back again. Pure functions; any thread. It needs torch: the sidecar never
+imports it, the coordinator only for plans that torch's own objects must be made of.
 """
 
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
-from google.protobuf.message import DecodeError
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import (
@@ -27,9 +26,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from pannier.v1 import plan_pb2
 from pannier.wire.errors import InvalidRequestError
-from pannier.wire.plan_columns import decode_column, encode_column
-
-_Message = TypeVar("_Message", plan_pb2.ItemTables, plan_pb2.FlattenMappings)
+from pannier.wire.plan_columns import (
+    decode_column,
+    decode_mappings,
+    encode_column,
+    parse_tables,
+)
 
 # All private names of torch that are used here; checked in torch 2.9, 2.13 and 2.15. FileSystemReader and
 # dcp_to_torch_save read nothing else from `storage_data`.
@@ -202,23 +204,6 @@ def _decode_items(message: plan_pb2.Items) -> list[WriteItem]:
     return items
 
 
-def parse_tables(data: bytes) -> plan_pb2.ItemTables:
-    """What ``Items.tables`` holds. Raises InvalidRequestError."""
-    return _parse(plan_pb2.ItemTables, data, "the keys and properties of a plan")
-
-
-def parse_mappings(data: bytes) -> plan_pb2.FlattenMappings:
-    """What ``LocalPlan.mappings`` holds. Raises InvalidRequestError."""
-    return _parse(plan_pb2.FlattenMappings, data, "the flatten mappings of a plan")
-
-
-def _parse(kind: type[_Message], data: bytes, what: str) -> _Message:
-    try:
-        return kind.FromString(data)
-    except DecodeError as error:
-        raise InvalidRequestError(f"{what} are malformed: {error}") from error
-
-
 def _encode_properties(properties: TensorProperties) -> plan_pb2.TensorProperties:
     return plan_pb2.TensorProperties(
         dtype=str(properties.dtype).removeprefix("torch."),
@@ -283,17 +268,6 @@ def _encode_part(fqn: str, part: object) -> plan_pb2.PathElement:
     raise InvalidRequestError(
         f"{fqn!r}: part {part!r} of its path is a {type(part).__name__}, not a string or integer"
     )
-
-
-def decode_mappings(message: plan_pb2.FlattenMappings) -> dict[str, tuple[str | int, ...]]:
-    """Inverse of :func:`encode_mappings`."""
-    return {
-        mapping.fqn: tuple(
-            part.index if part.WhichOneof("element") == "index" else part.key
-            for part in mapping.path
-        )
-        for mapping in message.mappings
-    }
 
 
 # Metadata.

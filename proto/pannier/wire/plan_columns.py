@@ -1,16 +1,22 @@
-"""Columns of ``plan.proto``: numbers <-> raw little-endian arrays of the narrowest width that holds them.
+"""Fields of ``plan.proto`` that are bytes, without torch and numpy.
 
-In: sequences of integers from 0 to 2^64 - 1. Out: ``bytes``; and the integers again. Pure functions,
-without numpy, for any process; any thread. The coordinator, which plans on millions of numbers, reads
-and writes the same form with numpy: :mod:`pannier.coordinator.planning.arrays`.
+Columns: numbers <-> raw little-endian arrays of the narrowest width that holds them. In: sequences of
+integers from 0 to 2^64 - 1. Out: ``bytes``; and the integers again. The coordinator, which plans on
+millions of numbers, reads and writes the same form with numpy: :mod:`pannier.coordinator.planning.arrays`.
+Tables and mappings: the messages that are in them. Pure functions, for any process; any thread.
 """
 
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeVar
 
+from google.protobuf.message import DecodeError
+
+from pannier.v1 import plan_pb2
 from pannier.wire.errors import InvalidRequestError
+
+_Message = TypeVar("_Message", plan_pb2.ItemTables, plan_pb2.FlattenMappings)
 
 _CODES: Final = {1: "B", 2: "H", 4: "I", 8: "Q"}
 """By width in bytes: the type code of :mod:`array`."""
@@ -59,3 +65,31 @@ def width_of(largest: int) -> int:
         if largest >> 8 * width == 0:
             return width
     raise OverflowError(f"{largest} is not from 0 to 2^64 - 1")
+
+
+def parse_tables(data: bytes) -> plan_pb2.ItemTables:
+    """What ``Items.tables`` holds. Raises InvalidRequestError."""
+    return _parse(plan_pb2.ItemTables, data, "the keys and properties of a plan")
+
+
+def parse_mappings(data: bytes) -> plan_pb2.FlattenMappings:
+    """What ``LocalPlan.mappings`` holds. Raises InvalidRequestError."""
+    return _parse(plan_pb2.FlattenMappings, data, "the flatten mappings of a plan")
+
+
+def _parse(kind: type[_Message], data: bytes, what: str) -> _Message:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequestError(f"{what} are malformed: {error}") from error
+
+
+def decode_mappings(message: plan_pb2.FlattenMappings) -> dict[str, tuple[str | int, ...]]:
+    """Inverse of ``plan_codec.encode_mappings``."""
+    return {
+        mapping.fqn: tuple(
+            part.index if part.WhichOneof("element") == "index" else part.key
+            for part in mapping.path
+        )
+        for mapping in message.mappings
+    }

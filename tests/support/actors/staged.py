@@ -16,7 +16,7 @@ from pannier.client.staging.arena import Arena
 from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.staging.stager import Staged, stage
 from pannier.v1 import plan_pb2
-from pannier.wire import file_layout, object_names, plan_codec
+from pannier.wire import file_layout, object_names, plan_columns
 from pannier.wire.plan_columns import decode_column, encode_column
 from support.plan_messages import columns
 
@@ -80,7 +80,7 @@ def write_checkpoint(
     }
     metadata = dataclasses.replace(
         metadata,
-        planner_data=plan_codec.decode_mappings(plan_codec.parse_mappings(message.mappings)),
+        planner_data=plan_columns.decode_mappings(plan_columns.parse_mappings(message.mappings)),
         storage_data=storage,
     )
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -143,14 +143,18 @@ def test_a_damaged_candidate_is_not_committed(tmp_path: Path, damage: str) -> No
     assert not (place / ".metadata").exists()
 
 
-@pytest.mark.parametrize("candidate", [False, True])
-def test_without_torch_what_needs_none_is_done(tmp_path: Path, candidate: bool) -> None:
+@pytest.mark.parametrize(
+    ("missing", "candidate"), [("torch", False), ("torch", True), ("numpy", False), ("numpy", True)]
+)
+def test_what_does_not_need_a_missing_library_is_done(
+    tmp_path: Path, missing: str, candidate: bool
+) -> None:
     place = tmp_path / "step-1"
     if candidate:
         write_attempt(place, FIRST, commit=False)
     else:
         planned(place)
-    code = "import sys; sys.modules['torch'] = None; from pannier.cli.main import main; main()"
+    code = f"import sys; sys.modules[{missing!r}] = None; from pannier.cli.main import main; main()"
     done = subprocess.run(
         [*python("-c", code), "recover", str(place)],
         env={**clean_environment(), MARKER: SESSION},
@@ -159,9 +163,11 @@ def test_without_torch_what_needs_none_is_done(tmp_path: Path, candidate: bool) 
         timeout=BOUND_S,
         check=False,
     )
-    assert done.returncode == (0 if candidate else 1), done
-    assert (place / ".metadata").exists() == candidate
-    if not candidate:
+    can = candidate or missing == "torch"
+    assert done.returncode == (0 if can else 1), done
+    assert (place / ".metadata").exists() == can
+    if not can:
+        assert "needs numpy" in done.stdout
         assert "pip install 'pannier[torch]'" in done.stdout
 
 

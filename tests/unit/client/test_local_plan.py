@@ -22,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from pannier.client import torch_compat
 from pannier.client.staging import archives
 from pannier.v1 import plan_pb2
-from pannier.wire import plan_codec
+from pannier.wire import plan_codec, plan_columns
 from pannier.wire.errors import InvalidRequestError
 from pannier.wire.plan_columns import decode_column
 from support.actors.staged import final_plan, plan
@@ -79,7 +79,7 @@ def test_the_plan_is_dcps_own() -> None:
             without_strides(item.tensor_data.properties)
     assert plan_codec.decode_items(planning.message.items) == theirs.items
     assert (
-        plan_codec.decode_mappings(plan_codec.parse_mappings(planning.message.mappings))
+        plan_columns.decode_mappings(plan_columns.parse_mappings(planning.message.mappings))
         == theirs.planner_data
     )
     options = planning.message.options

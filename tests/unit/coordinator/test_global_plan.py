@@ -18,8 +18,8 @@ from pannier.coordinator.planning.global_plan import GlobalPlan, make_global_pla
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.file_layout import lay_out
-from pannier.wire.plan_codec import build_metadata, decode_items, decode_mappings
-from pannier.wire.plan_columns import decode_column
+from pannier.wire.plan_codec import build_metadata, decode_items
+from pannier.wire.plan_columns import decode_column, decode_mappings
 from support.actors.ranks_by_hand import local_plan, rank_plans, shard, tensor, thing
 from support.plan_messages import changed_column
 

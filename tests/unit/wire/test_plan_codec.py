@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from pannier.coordinator.commit.metadata_pickler import dump_metadata
 from pannier.v1 import plan_pb2
-from pannier.wire import plan_codec
+from pannier.wire import plan_codec, plan_columns
 from pannier.wire.errors import InvalidRequestError
 from pannier.wire.plan_columns import encode_column
 from support.plan_messages import changed_tables
@@ -79,7 +79,7 @@ def test_items_come_back_as_they_were(items: list[WriteItem]) -> None:
 
 @given(st.dictionaries(names, st.lists(names | st.integers(-(2**63), 2**63 - 1)).map(tuple)))
 def test_mappings_come_back_as_they_were(mappings: dict[str, Any]) -> None:
-    back = plan_codec.decode_mappings(plan_codec.encode_mappings(mappings))
+    back = plan_columns.decode_mappings(plan_codec.encode_mappings(mappings))
     assert back == mappings
     assert list(back) == list(mappings)
 

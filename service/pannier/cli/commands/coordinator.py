@@ -1,6 +1,6 @@
 """``pannier coordinator``: flags in, a checked CoordinatorConfig out to the daemon.
 
-The only subcommand that imports torch, and only when it runs.
+The only subcommand that needs numpy, and torch for some plans.
 """
 
 from typing import Any
@@ -75,7 +75,7 @@ def command(**settings: Any) -> None:
         from pannier.coordinator.config import CoordinatorConfig
         from pannier.coordinator.server import run
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "numpy"):
+        if error.name != "numpy":
             raise
         raise click.UsageError(
             f"the coordinator needs {error.name}: pip install 'pannier[torch]'"

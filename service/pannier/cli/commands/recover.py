@@ -55,8 +55,9 @@ def command(
 
     --dry-run changes nothing, and lists how each attempt would end.
 
-    Exit status 1 when an attempt remains undecided. Committing needs torch,
-    unless a coordinator has already built the metadata.
+    Exit status 1 when an attempt remains undecided. Committing needs numpy, and
+    torch for what torch planned itself (StorageWriter), unless a coordinator has
+    already built the metadata.
 
     The JSON is a stable contract: per line "checkpoint" (its id), "attempt",
     "found" (complete, commit, abort, undecided, damaged), "end" (committed, aborted,
@@ -105,9 +106,8 @@ async def _build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> by
         from pannier.coordinator.commit.metadata import build_checked
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"all ranks are durable, but the commit needs torch, which isn't installed here "
-            f"({error}): run `pip install 'pannier[torch]'`, or start a coordinator and the job's "
-            "sidecars"
+            f"all ranks are durable, but the commit needs {error.name}, which isn't installed here: run `pip "
+            "install 'pannier[torch]'`, or start a coordinator and the job's sidecars"
         ) from error
     return await asyncio.to_thread(build_checked, manifest, receipts)
 

@@ -1,4 +1,4 @@
-"""The bytes of ``.metadata``: the part of a commit that needs torch.
+"""The bytes of ``.metadata``.
 
 In: a manifest and the receipts of all its ranks. Out: the pickle that torch's readers take.
 :mod:`pannier.attempts` installs it.
@@ -7,10 +7,7 @@ In: a manifest and the receipts of all its ranks. Out: the pickle that torch's r
 import logging
 from collections.abc import Iterable, Mapping
 
-from torch.distributed.checkpoint.metadata import StorageMeta
-
 from pannier.coordinator.commit.manifest import Manifest
-from pannier.coordinator.commit.metadata_pickler import dump_metadata
 from pannier.coordinator.commit.metadata_template import MetadataTemplate
 from pannier.coordinator.commit.receipt_check import (
     check_external_metadata,
@@ -19,17 +16,21 @@ from pannier.coordinator.commit.receipt_check import (
     complete_metadata,
     receipt_places,
 )
+from pannier.coordinator.planning.dtypes import torch_for
 from pannier.coordinator.planning.plan_cache import AgreedPlan
 from pannier.v1 import plan_pb2, records_pb2
-from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
-from pannier.wire.plan_codec import build_metadata
 
 _log = logging.getLogger(__name__)
 
 
 def pickle_metadata(message: plan_pb2.GlobalMetadata, *, checkpoint_id: str, attempt: str) -> bytes:
-    """Bytes of ``.metadata`` as torch's readers take them. CPU-bound; any thread."""
+    """Bytes of ``.metadata`` as torch's readers take them, by torch itself. CPU-bound; any thread."""
+    with torch_for(f"the .metadata of {checkpoint_id}"):
+        from torch.distributed.checkpoint.metadata import StorageMeta
+
+        from pannier.coordinator.commit.metadata_pickler import dump_metadata
+        from pannier.wire.plan_codec import build_metadata
     storage_meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=attempt)
     return dump_metadata(build_metadata(message, storage_meta=storage_meta))
 
@@ -40,10 +41,7 @@ def build_candidate(
     """Bytes of ``.metadata`` for checked receipts of all ranks. CPU-bound; any thread."""
     attempt = manifest.header.attempt
     if manifest.body is not None and (template := manifest.plan.derive(_make_template)) is not None:
-        meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=attempt)
-        return template.render(
-            object_names.data_prefix(attempt), meta, receipt_places(manifest, receipts)
-        )
+        return template.render(checkpoint_id, attempt, receipt_places(manifest, receipts))
     return pickle_metadata(
         complete_metadata(manifest, receipts), checkpoint_id=checkpoint_id, attempt=attempt
     )

@@ -11,10 +11,9 @@ from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import TensorProperties
 
+from pannier.coordinator.commit.torch_pickles import PROTOCOL
 from pannier.wire.plan_codec import MemoryFormat
 
-PROTOCOL: Final = 4
-"""Of pickle; torch's own writer uses it, and its readers of all versions know it."""
 _PROPERTIES: Final = 5
 """Fields of ``TensorProperties`` that torch up to 2.14 reads; 2.15 appends ``strides``."""
 
@@ -39,8 +38,10 @@ class MetadataPickler(pickle.Pickler):
     }
 
 
-def dump_metadata(value: Any) -> bytes:
-    """The pickle of a ``Metadata``."""
+def dump_metadata(value: Any, *, fast: bool = False) -> bytes:
+    """The pickle of a ``Metadata`` or a part of it; ``fast``: without references."""
     out = io.BytesIO()
-    MetadataPickler(out, protocol=PROTOCOL).dump(value)
+    pickler = MetadataPickler(out, protocol=PROTOCOL)
+    pickler.fast = fast
+    pickler.dump(value)
     return out.getvalue()

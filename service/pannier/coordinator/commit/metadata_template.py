@@ -6,33 +6,20 @@ only references to what came before differ. Names of data files come first and `
 so that all in between is made once. Pure; any thread.
 """
 
-import io
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
 
-from pannier.coordinator.commit.metadata_pickler import PROTOCOL, MetadataPickler
+from pannier.coordinator.commit import torch_pickles
+from pannier.coordinator.commit.torch_pickles import DICT, NEWOBJ, REDUCE, STATE, plain
 from pannier.coordinator.planning.arrays import Bools, Ints, number_rows, read_column
 from pannier.coordinator.planning.plan_cache import AgreedPlan
 from pannier.v1 import plan_pb2, records_pb2
-from pannier.wire.plan_codec import (
-    StorageInfo,
-    build_metadata,
-    decode_properties,
-    parse_tables,
-)
+from pannier.wire import object_names
+from pannier.wire.plan_columns import decode_mappings, parse_tables
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -41,15 +28,7 @@ _MARK: Final = b"("
 _STOP: Final = b"."
 _POP: Final = b"0"
 _MEMOIZE: Final = b"\x94"
-_NEWOBJ: Final = b")\x81"
-"""Class -> object, made without arguments."""
-_REDUCE: Final = b"\x85R"
-"""Class and argument -> its result."""
-_DICT: Final = b"}("
-"""An empty dict, whose items come."""
 _ITEMS: Final = b"u"
-_STATE: Final = b"ub"
-"""The items of an object's state, and that it is the state."""
 _LIST: Final = b"]("
 _APPENDS: Final = b"e"
 _NONE: Final = b"N"
@@ -117,18 +96,6 @@ class _Memo:
         return b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
 
 
-def _pickled(value: Any) -> bytes:
-    """An object as part of a pickle: without references of its own, header and end."""
-    out = io.BytesIO()
-    pickler = MetadataPickler(out, protocol=PROTOCOL)
-    pickler.fast = True
-    pickler.dump(value)
-    text = out.getvalue()[2:-1]
-    # A frame is 9 bytes: its length is that of all that follows, with the end.
-    framed = text[:1] == b"\x95" and struct.unpack_from("<Q", text, 1)[0] == len(text) - 9 + 1
-    return text[9:] if framed else text
-
-
 class MetadataTemplate:
     """Of one plan; raises ValueError when its body isn't what a plan's is."""
 
@@ -138,68 +105,66 @@ class MetadataTemplate:
         memo = _Memo()
         self._before = memo.parts
         keys = {
-            word: memo.add(_pickled(word))
+            word: memo.add(plain(word))
             for word in (
                 *("offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"),
                 *("properties", "size", "chunks"),
             )
         }
-        classes = {
-            kind: memo.add(_pickled(kind))
-            for kind in (
-                *(torch.Size, ChunkStorageMetadata, MetadataIndex, StorageInfo),
-                TensorStorageMetadata,
-            )
-        }
+        size_class, chunk_class, index_class, info_class, tensor_class = map(
+            memo.add,
+            (
+                *(torch_pickles.SIZE, torch_pickles.CHUNK, torch_pickles.METADATA_INDEX),
+                *(torch_pickles.STORAGE_INFO, torch_pickles.TENSOR),
+            ),
+        )
         self._first_name = memo.count
         memo.parts = []
         memo.count += len(plan.names)
         first_fqn = memo.count
         for fqn in items.tables.fqns:
-            memo.add(_pickled(fqn))
-        properties = [
-            memo.add(_pickled(decode_properties(each))) for each in items.tables.properties
-        ]
+            memo.add(plain(fqn))
+        properties = [memo.add(torch_pickles.properties(each)) for each in items.tables.properties]
         # Sizes are referred to by number; many chunks share theirs.
         tensors = np.flatnonzero(items.kind != plan_pb2.ITEM_KIND_BYTE_IO)
         heads = items.firsts()
         sizes, which = _distinct(items, tensors, heads)
         first_size = memo.count
-        text = _write_sizes(sizes, classes[torch.Size])
+        text = _write_sizes(sizes, size_class)
         memo.parts.append(text)
         memo.count += len(sizes.ndim)
         offsets, extents, wholes = (each + first_size for each in which)
         chunk = _record(
-            classes[ChunkStorageMetadata] + _NEWOBJ + _DICT + keys["offsets"],
+            chunk_class + NEWOBJ + DICT + keys["offsets"],
             *_REFERENCE,
             keys["sizes"],
             *_REFERENCE,
-            _STATE,
+            STATE,
         )
         whole = dict(zip(heads[items.tensor(heads)].tolist(), wholes.tolist(), strict=True))
         by_key = np.argsort(items.fqn[tensors], kind="stable")
         chunks = chunk.fill(offsets[by_key], extents[by_key])
         edges = np.searchsorted(items.fqn[tensors][by_key], np.arange(len(items.tables.fqns) + 1))
-        state: list[bytes | memoryview] = [_DICT]
+        state: list[bytes | memoryview] = [DICT]
         for row in heads.tolist():
             key = int(items.fqn[row])
             state.append(memo.reference(first_fqn + key))
             if row not in whole:
-                state.append(_pickled(BytesStorageMetadata()))
+                state.append(torch_pickles.OBJECT)
                 continue
             state += (
-                classes[TensorStorageMetadata] + _NEWOBJ + _DICT,
+                tensor_class + NEWOBJ + DICT,
                 keys["properties"] + properties[int(items.property[row])],
                 keys["size"] + memo.reference(whole[row]),
                 keys["chunks"] + _LIST,
                 chunks[edges[key] : edges[key + 1]].data,
-                _APPENDS + _STATE,
+                _APPENDS + STATE,
             )
         state.append(_ITEMS)
         objects = np.flatnonzero(items.kind == plan_pb2.ITEM_KIND_BYTE_IO)
         assigned = plan.assignment
-        place_of = classes[StorageInfo] + _NEWOBJ + _DICT + keys["relative_path"]
-        index_of = classes[MetadataIndex] + _NEWOBJ + _DICT + keys["fqn"]
+        place_of = info_class + NEWOBJ + DICT + keys["relative_path"]
+        index_of = index_class + NEWOBJ + DICT + keys["fqn"]
         fixed = _record(
             index_of,
             *_REFERENCE,
@@ -207,13 +172,13 @@ class MetadataTemplate:
             *_number(int(items.hint.max(initial=0))),
             keys["offset"],
             *_REFERENCE,
-            _STATE + place_of,
+            STATE + place_of,
             *_REFERENCE,
             keys["offset"],
             *_number(int(assigned.offset.max(initial=0))),
             keys["length"],
             *_number(int(assigned.length.max(initial=0))),
-            _STATE,
+            STATE,
         )
         # Objects, and tensors whose place the receipt tells.
         varying = tensors[assigned.length[tensors] == 0]
@@ -227,8 +192,8 @@ class MetadataTemplate:
             assigned.offset[rows],
             assigned.length[rows],
         )
-        place = (_STATE + place_of, *_REFERENCE, keys["offset"], b"\x8a\x08", 8)
-        length = (keys["length"], b"\x8a\x08", 8, _STATE)
+        place = (STATE + place_of, *_REFERENCE, keys["offset"], b"\x8a\x08", 8)
+        length = (keys["length"], b"\x8a\x08", 8, STATE)
         self._loose = _record(index_of, *_REFERENCE, keys["index"] + _NONE, *place, *length)
         self._loose_tensors = _record(
             *(index_of, *_REFERENCE, keys["index"], b"J", 4, keys["offset"], *_REFERENCE),
@@ -240,32 +205,32 @@ class MetadataTemplate:
             *(varying, items.fqn[varying] + first_fqn, items.hint[varying]),
             *(offsets[~planned], assigned.file[varying]),
         )
-        planner_data, version = _around(items.mappings)
+        planner_data = decode_mappings(items.mappings) if items.mappings is not None else None
         self._body = b"".join(
             (
                 *memo.parts,
-                _pickled(Metadata) + _NEWOBJ + _DICT,
-                _pickled("state_dict_metadata"),
+                torch_pickles.METADATA + NEWOBJ + DICT,
+                plain("state_dict_metadata"),
                 *state,
-                _pickled("planner_data") + _pickled(planner_data),
-                _pickled("storage_data") + _DICT,
+                plain("planner_data") + plain(planner_data),
+                plain("storage_data") + DICT,
                 pairs.data,
             )
         )
-        self._end = b"".join(_pickled(each) for pair in version.items() for each in pair)
+        self._end = plain("version") + plain(torch_pickles.DCP_VERSION) + STATE + _STOP
 
     def render(
-        self, prefix: str, meta: StorageMeta, places: Mapping[int, tuple[int, int]]
+        self, checkpoint_id: str, attempt: str, places: Mapping[int, tuple[int, int]]
     ) -> bytes:
         """The bytes of one attempt's ``.metadata``.
 
         Args:
-            prefix: of the attempt's data files.
             places: offset and length of the chunks that have no planned place, by row.
 
         Raises KeyError when one is missing.
         """
-        names = [_pickled(prefix + name) + _MEMOIZE + _POP for name in self._names]
+        prefix = object_names.data_prefix(attempt)
+        names = [plain(prefix + name) + _MEMOIZE + _POP for name in self._names]
         rows, fqns, files = self._objects
         objects = self._loose.fill(fqns, files + self._first_name, *_columns(places, rows))
         rows, fqns, hints, offsets, files = self._varying
@@ -277,8 +242,8 @@ class MetadataTemplate:
             *names,
             self._body,
             tensors.tobytes() + objects.tobytes() + _ITEMS,
-            _pickled("storage_meta") + _pickled(meta),
-            self._end + _STATE + _STOP,
+            plain("storage_meta") + torch_pickles.storage_meta(checkpoint_id, attempt),
+            self._end,
         ]
         frame = struct.pack("<Q", sum(map(len, parts)))
         return b"".join((b"\x80\x04\x95", frame, *parts))
@@ -287,14 +252,6 @@ class MetadataTemplate:
 def _columns(places: Mapping[int, tuple[int, int]], rows: Ints) -> tuple[Ints, Ints]:
     pairs = np.array([places[row] for row in rows.tolist()], np.int64).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
-
-
-def _around(mappings: plan_pb2.FlattenMappings | None) -> tuple[Any, dict[str, Any]]:
-    """``planner_data``, and the fields that this torch has after ``storage_meta``."""
-    metadata = build_metadata(plan_pb2.GlobalMetadata(mappings=mappings), storage_meta=None)
-    fields = vars(metadata)
-    known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta"}
-    return metadata.planner_data, {name: fields[name] for name in fields if name not in known}
 
 
 class _Items(NamedTuple):
@@ -394,7 +351,7 @@ def _write_sizes(sizes: _Sizes, size_class: bytes) -> bytes:
         numbers = sizes.numbers[sizes.start[begin:end][:, None] + np.arange(d)]
         written = _number(int(numbers.max(initial=0)))
         before, after = (b"", _TUPLES[d]) if d in _TUPLES else (_MARK, b"t")
-        record = _record(size_class + before, *(written * d), after + _REDUCE + _MEMOIZE + _POP)
+        record = _record(size_class + before, *(written * d), after + REDUCE + _MEMOIZE + _POP)
         if d:
             parts.append(record.fill(*numbers.T).tobytes())
         else:

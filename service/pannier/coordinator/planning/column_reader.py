@@ -14,10 +14,10 @@ import numpy as np
 from pannier.coordinator.planning import arrays
 from pannier.coordinator.planning.arrays import LARGEST, Bools, Ints
 from pannier.coordinator.planning.columns import Columns, RankPlan, malformed
+from pannier.coordinator.planning.dtypes import dtype_named
 from pannier.v1 import plan_pb2
 from pannier.wire.errors import InvalidRequestError
-from pannier.wire.plan_codec import dtype_named, parse_tables
-from pannier.wire.plan_columns import column_length
+from pannier.wire.plan_columns import column_length, parse_tables
 
 _ARCHIVES: Final = ("head", "body", "tail")
 _PER_ITEM: Final = ("fqn", "kind", "ndim", "property", *_ARCHIVES)

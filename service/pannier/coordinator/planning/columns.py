@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 
 from pannier.coordinator.planning.arrays import Bools, Ints
+from pannier.coordinator.planning.dtypes import Dtype
 from pannier.v1 import plan_pb2, save_pb2
 from pannier.wire.errors import InvalidRequestError
 from pannier.wire.failures import rank_text, ranks_text
@@ -57,7 +57,7 @@ class Columns:
     plans: Sequence[RankPlan]
     fqns: list[str]
     properties: list[plan_pb2.TensorProperties]
-    dtypes: list[torch.dtype]
+    dtypes: list[Dtype]
     """By property."""
     plan: Ints
     """Index into ``plans``."""

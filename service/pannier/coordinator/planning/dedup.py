@@ -163,8 +163,8 @@ def _check_types(columns: Columns) -> None:
             row,
             other,
         )
-    names = sorted({str(dtype) for dtype in columns.dtypes})
-    dtype = np.array([names.index(str(dtype)) for dtype in columns.dtypes] or [0])
+    names = sorted({dtype.name for dtype in columns.dtypes})
+    dtype = np.array([names.index(dtype.name) for dtype in columns.dtypes] or [0])
     own = dtype[columns.prop]
     differs = ~is_object & (own != own[reference])
     if differs.any():

@@ -31,7 +31,7 @@ from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError
 from pannier.wire.file_layout import lay_out
-from pannier.wire.plan_codec import parse_mappings
+from pannier.wire.plan_columns import parse_mappings
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,106 @@
+"""torch's classes in a pickle, by their names: a commit needs no torch, whose import takes seconds.
+
+In: names of dtypes and the like. Out: fragments of a pickle, each of which puts one object on the stack, as
+:mod:`~pannier.coordinator.commit.metadata_pickler` writes it. Pure; any thread.
+"""
+
+import io
+import pickle
+import struct
+from typing import Any, Final
+
+from pannier.coordinator.planning.dtypes import ITEM_BYTES, torch_for
+from pannier.v1 import plan_pb2
+
+PROTOCOL: Final = 4
+"""Of pickle; torch's own writer uses it, and its readers of all versions know it."""
+DCP_VERSION: Final = "1.0.0"
+"""``CURRENT_DCP_VERSION`` of torch up to 2.15, where it has one."""
+
+NEWOBJ: Final = b")\x81"
+"""Class -> object, made without arguments."""
+REDUCE: Final = b"\x85R"
+"""Class or function, and argument -> its result."""
+DICT: Final = b"}("
+"""An empty dict, whose items come."""
+STATE: Final = b"ub"
+"""The items of an object's state, and that it is the state."""
+_TUPLE: Final = b"t"
+_MARK: Final = b"("
+_BUILD: Final = b"b"
+
+_MODULE: Final = "torch.distributed.checkpoint.metadata"
+_LAYOUTS: Final = frozenset(
+    {"strided", "jagged", "_mkldnn"}
+    | {f"sparse_{kind}" for kind in ("coo", "csr", "csc", "bsr", "bsc")}
+)
+_MEMORY_FORMATS: Final = {"contiguous_format": 0, "channels_last": 1, "preserve_format": 2}
+"""Values of ``_MEM_FORMAT_ENCODING``."""
+
+
+def plain(value: Any) -> bytes:
+    """A value of Python's own types."""
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out, protocol=PROTOCOL)
+    # Without references, which count from the beginning of a pickle.
+    pickler.fast = True
+    pickler.dump(value)
+    return without_frame(out.getvalue())
+
+
+def without_frame(pickled: bytes) -> bytes:
+    """A whole pickle without its begin and end: a fragment, if it was made without references."""
+    text = pickled[2:-1]
+    # A frame is 9 bytes: its length is that of all that follows, with the end.
+    framed = text[:1] == b"\x95" and struct.unpack_from("<Q", text, 1)[0] == len(text) - 9 + 1
+    return text[9:] if framed else text
+
+
+def named(module: str, name: str) -> bytes:
+    """What a module has by this name."""
+    return plain(module) + plain(name) + b"\x93"
+
+
+SIZE: Final = named("torch", "Size")
+STORAGE_INFO: Final = named("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+METADATA, METADATA_INDEX, CHUNK, TENSOR, BYTES, _PROPERTIES, _MEMORY_FORMAT, _STORAGE_META = (
+    named(_MODULE, name)
+    for name in (
+        *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata"),
+        *("BytesStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
+    )
+)
+OBJECT: Final = BYTES + NEWOBJ
+"""A ``BytesStorageMetadata``."""
+
+
+def properties(message: plan_pb2.TensorProperties) -> bytes:
+    """A ``TensorProperties``; needs torch for names that aren't known here.
+
+    Raises InvalidRequestError when torch doesn't know them either.
+    """
+    known = message.dtype in ITEM_BYTES and message.layout in _LAYOUTS
+    if not known or message.memory_format not in _MEMORY_FORMATS:
+        with torch_for(f"tensors of {message.dtype}, {message.layout}, {message.memory_format}"):
+            from pannier.coordinator.commit.metadata_pickler import dump_metadata
+            from pannier.wire.plan_codec import decode_properties
+        return without_frame(dump_metadata(decode_properties(message), fast=True))
+    return b"".join(
+        (
+            _PROPERTIES + NEWOBJ + _MARK,
+            named("torch", message.dtype),
+            named("torch.serialization", "_get_layout") + plain(f"torch.{message.layout}") + REDUCE,
+            plain(message.requires_grad),
+            _MEMORY_FORMAT + plain(_MEMORY_FORMATS[message.memory_format]) + REDUCE,
+            plain(message.pin_memory),
+            _TUPLE + _BUILD,
+        )
+    )
+
+
+def storage_meta(checkpoint_id: str, attempt: str) -> bytes:
+    """A ``StorageMeta``."""
+    fields: dict[str, Any] = {"checkpoint_id": checkpoint_id, "save_id": attempt}
+    fields |= {"load_id": None, "modules": []}
+    items = b"".join(plain(each) for field in fields.items() for each in field)
+    return _STORAGE_META + NEWOBJ + DICT + items + STATE
