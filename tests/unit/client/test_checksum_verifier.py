@@ -12,6 +12,7 @@ from pannier.client.loading.filesystem import open_dir
 from pannier.client.loading.range_reader import KeyIndex, Range, Read, read_ranges
 from pannier.v1 import records_pb2
 from pannier.wire.errors import IntegrityError
+from support.storage.part_by_part import PartByPart
 
 SIZE = 50_000
 
@@ -33,7 +34,7 @@ def read_all(directory: Path, files: dict[str, bytes], ranges: list[Range]) -> l
     wanted: list[Read | None] = [Read(each, lambda _: None) for each in ranges]
     bounds: dict[str, Any] = {"threads": 2, "memory_bytes": 10_000, "request_bytes": lambda _: 5000}
     done = []
-    for run in read_ranges(place, verifier.cover([None, *wanted]), **bounds):
+    for run in read_ranges(PartByPart(place), verifier.cover([None, *wanted]), **bounds):
         for read, content in run:
             verifier.update(read.range, content)
             done.append(read.range)

@@ -4,6 +4,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import crc32c
 import pytest
@@ -41,7 +42,7 @@ def opened(path: Path, data: bytes, *, blocks: bool = True) -> LocalFile:
 
 def read(file: LocalFile, offset: int, length: int, cache: BlockCache | None = None) -> bytes:
     target = bytearray(length)
-    file.read_into(offset, memoryview(target), cache or BlockCache())
+    file.read_parts([(offset, memoryview(target))], cache or BlockCache())
     return bytes(target)
 
 
@@ -76,6 +77,39 @@ def test_a_changed_byte_fails_what_is_read_of_its_block_and_nothing_else(
     for offset in (BLOCK_BYTES, BLOCK_BYTES + 5000, 2 * BLOCK_BYTES - 1):
         with pytest.raises(IntegrityError, match=f"bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} of f"):
             read(file, offset, 1)
+
+
+@pytest.mark.parametrize("gap", [0, 1, 5000, BLOCK_BYTES // 8, BLOCK_BYTES // 2])
+def test_several_parts_are_filled_at_once_and_all_between_is_checked(
+    path: Path, data: bytes, gap: int
+) -> None:
+    length = BLOCK_BYTES // 3 + 77
+    offsets = range(11, SIZE - length, length + gap)
+    file, cache = opened(path, data), BlockCache()
+
+    def read_all() -> list[bytes]:
+        targets = [bytearray(length) for _ in offsets]
+        parts = [(at, memoryview(each)) for at, each in zip(offsets, targets, strict=True)]
+        file.read_parts(parts, cache)
+        return [bytes(each) for each in targets]
+
+    assert read_all() == [data[at : at + length] for at in offsets]
+    cache = BlockCache()
+    # In no part, but in a block with parts.
+    change(path, 3)
+    with pytest.raises(IntegrityError, match="bytes 0 to"):
+        read_all()
+
+
+def test_a_block_of_which_most_is_wanted_goes_past_the_cache(path: Path, data: bytes) -> None:
+    class NoCache(BlockCache):
+        def block(self, *_: object) -> NoReturn:
+            raise AssertionError("a block was put into the cache")
+
+    file = opened(path, data)
+    assert read(file, 100, BLOCK_BYTES - 200, NoCache()) == data[100 : BLOCK_BYTES - 100]
+    with pytest.raises(AssertionError):
+        read(file, 100, 1000, NoCache())
 
 
 def test_parts_of_a_block_come_from_what_was_checked(path: Path, data: bytes) -> None:

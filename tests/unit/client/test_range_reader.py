@@ -20,6 +20,7 @@ from pannier.client.loading.range_reader import (
 )
 from pannier.wire.errors import StorageError
 from support.processes.stretch import BOUND_S
+from support.storage.part_by_part import PartByPart
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def contents(
 ) -> Iterator[tuple[Range, bytes]]:
     """What each range has, while it is there."""
     reads = [Read(each, lambda _: None) for each in ranges]
-    for run in read_ranges(place, reads, **bounds):
+    for run in read_ranges(PartByPart(place), reads, **bounds):
         for read, view in run:
             yield read.range, bytes(view)
 
@@ -97,6 +98,29 @@ def test_neighbours_are_read_together(tmp_path: Path, place: StorageDir, reads: 
     ranges = [Range("a", 0, 10), Range("a", 10 + GAP_BYTES, 10), Range("a", 50_000, 10)]
     assert len(list(contents(place, ranges, threads=2, memory_bytes=1 << 20))) == 3
     assert sorted(reads.sizes) == [10, 20 + GAP_BYTES]
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
+def test_pieces_of_a_block_are_read_together_where_that_is_faster(
+    tmp_path: Path, place: StorageDir, blocks: bool, direct: bool
+) -> None:
+    size, length = 3 * PIECE_BYTES, PIECE_BYTES // 4 + 1000
+    content = fill(tmp_path, "a", size)
+    ranges = [Range("a", start, length) for start in range(0, size - length, length + 5000)]
+    targets = {each: memoryview(bytearray(length)) if direct else None for each in ranges}
+    source = PartByPart(place, blocks=blocks)
+    reads = [Read(each, lambda _: None, targets[each]) for each in ranges]
+    bounds: dict[str, Any] = {"threads": 2, "memory_bytes": size, "request_bytes": lambda _: length}
+    got = [
+        (read.range, bytes(view))
+        for run in read_ranges(source, reads, **bounds)
+        for read, view in run
+    ]
+    assert got == [(each, content[each.offset : each.end]) for each in ranges]
+    pieces = sum(source.asked)
+    assert pieces > len(ranges)
+    assert len(source.asked) == (3 if blocks else pieces)
 
 
 def test_neighbours_are_read_together_up_to_a_size(
@@ -129,7 +153,9 @@ def test_a_target_is_filled_where_it_is(tmp_path: Path, place: StorageDir) -> No
         for each, target in zip(ranges, targets, strict=True)
     ]
     views = [
-        view.obj for run in read_ranges(place, reads, threads=2, memory_bytes=1) for _, view in run
+        view.obj
+        for run in read_ranges(PartByPart(place), reads, threads=2, memory_bytes=1)
+        for _, view in run
     ]
     assert [view is target for view, target in zip(views, targets, strict=True)] == [True, True]
     assert [bytes(target) for target in targets] == [content[r.offset : r.end] for r in ranges]
@@ -147,7 +173,7 @@ def test_nothing_is_taken_before_what_must_be_used_first(tmp_path: Path, place: 
                 taken_after.append(len(used))
             yield Read(each, lambda _: None)
 
-    for run in read_ranges(place, reads(), threads=2, memory_bytes=1 << 20):
+    for run in read_ranges(PartByPart(place), reads(), threads=2, memory_bytes=1 << 20):
         used.extend(read.range for read, _ in run)
     assert used == spread()
     assert taken_after == list(range(0, len(used), 3))
@@ -181,7 +207,7 @@ def test_leaving_early_ends_the_threads(tmp_path: Path, place: StorageDir) -> No
     fill(tmp_path, "a", 4 << 20)
     threads = threading.active_count()
     reads = [Read(each, lambda _: None) for each in spread()]
-    runs = read_ranges(place, reads, threads=2, memory_bytes=10_000)
+    runs = read_ranges(PartByPart(place), reads, threads=2, memory_bytes=10_000)
     next(runs)
     runs.close()
     assert threading.active_count() == threads
@@ -227,7 +253,7 @@ def test_interrupts_end_it_while_a_buffer_is_read_though_targets_are_filled_besi
         Read(Range("stuck", 0, 100), lambda _: None),
     ]
     with pytest.raises(KeyboardInterrupt):
-        list(read_ranges(source, reads, threads=2, memory_bytes=1 << 20))
+        list(read_ranges(PartByPart(source), reads, threads=2, memory_bytes=1 << 20))
     ended.set()
     presser.join(BOUND_S)
 

@@ -195,7 +195,7 @@ def test_its_end_ends_reads_of_storage_that_never_answers(
 class DamagedFile:
     """As a local file whose content is another save's by now."""
 
-    def read_into(self, offset: int, target: memoryview, cache: object) -> None:
+    def read_parts(self, parts: object, cache: object) -> None:
         raise IntegrityError("its blocks have other checksums")
 
 

@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -21,6 +21,7 @@ import numpy as np
 
 from pannier.client.interrupts import aside
 from pannier.client.loading.filesystem import MissingError
+from pannier.client.restore.local_file import Part
 from pannier.client.restore.sources import RangeSource
 from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import IntegrityError, StorageError
@@ -105,35 +106,30 @@ class _Run:
     offset: int
     end: int
     memory: memoryview = field(default_factory=lambda: memoryview(b""))
-    pieces: list[Future[None]] = field(default_factory=list)
+    requests: list["_Request"] = field(default_factory=list)
+    """One for each of its pieces."""
 
     @property
     def size(self) -> int:
         return self.end - self.offset
 
     @property
-    def buffered(self) -> int:
-        """Bytes of the reader's memory that it takes."""
-        return self.size if self.reads[0].target is None else 0
+    def is_direct(self) -> bool:
+        """Whether it fills the caller's memory."""
+        return self.reads[0].target is not None
 
     @property
-    def requests(self) -> int:
+    def buffered(self) -> int:
+        """Bytes of the reader's memory that it takes."""
+        return 0 if self.is_direct else self.size
+
+    @property
+    def count(self) -> int:
+        """Of its pieces."""
         return -(-self.end // PIECE_BYTES) - self.offset // PIECE_BYTES
 
-    def start(self, pool: ThreadPoolExecutor, source: RangeSource, direct: "_DirectReads") -> None:
-        read = source.read_into if self.reads[0].target is None else direct.read_into
-        for start, end in self._cut():
-            piece = self.memory[start - self.offset : end - self.offset]
-            self.pieces.append(pool.submit(read, self.file, start, piece))
-
-    def wait(self, index: KeyIndex) -> None:
-        """Returns when all of it was read. Raises StorageError."""
-        for (start, end), piece in zip(self._cut(), self.pieces, strict=True):
-            with index.naming(self.file, start, end):
-                piece.result()
-
-    def _cut(self) -> Iterator[tuple[int, int]]:
-        """Start and end of each request: between multiples of PIECE_BYTES, as blocks with checksums are."""
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Start and end of each: between multiples of PIECE_BYTES, as blocks with checksums are."""
         start = self.offset
         while start < self.end:
             end = min(self.end, (start // PIECE_BYTES + 1) * PIECE_BYTES)
@@ -141,7 +137,7 @@ class _Run:
             start = end
 
     def is_done(self) -> bool:
-        return all(piece.done() for piece in self.pieces)
+        return all(request.is_done() for request in self.requests)
 
     def contents(self) -> list[tuple[Read, memoryview]]:
         return [
@@ -153,19 +149,20 @@ class _Run:
 class _DirectReads:
     """Reads into the caller's memory, of which none is under way when it is closed."""
 
-    def __init__(self, source: RangeSource) -> None:
-        self._source = source
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._count = 0
         self._closed = False
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Around a read of the file."""
         with self._changed:
             if self._closed:
                 raise StorageError(f"{name} isn't read any more")
             self._count += 1
         try:
-            self._source.read_into(name, offset, target)
+            yield
         finally:
             with self._changed:
                 self._count -= 1
@@ -176,6 +173,71 @@ class _DirectReads:
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._count)
+
+
+class _Request:
+    """What a thread reads: one piece of a run, or neighbours in a block that several runs share."""
+
+    def __init__(self, file: str, block: int, *, is_direct: bool) -> None:
+        self.file = file
+        self.is_direct = is_direct
+        self.parts: list[Part] = []
+        self.future: Future[None] | None = None
+        """None: more parts may come."""
+        self._block = block
+
+    def takes(self, run: _Run, start: int) -> bool:
+        """Whether a piece of this run may be one more part."""
+        offset, memory = self.parts[-1]
+        return (
+            (run.file, start // PIECE_BYTES) == (self.file, self._block)
+            and run.is_direct == self.is_direct
+            and offset + len(memory) <= start
+        )
+
+    def is_done(self) -> bool:
+        return self.future is not None and self.future.done()
+
+
+class _Requests:
+    """Hands the pieces of runs to threads: those of one block together, where that is faster."""
+
+    def __init__(self, pool: ThreadPoolExecutor, source: RangeSource) -> None:
+        self.direct = _DirectReads()
+        self._pool = pool
+        self._source = source
+        self._open: _Request | None = None
+        """Which the next run's first piece may join."""
+
+    def start(self, run: _Run) -> None:
+        for start, end in run.pieces():
+            request = self._open
+            if request is None or not request.takes(run, start):
+                self._submit()
+                request = _Request(run.file, start // PIECE_BYTES, is_direct=run.is_direct)
+                self._open = request
+            request.parts.append((start, run.memory[start - run.offset : end - run.offset]))
+            run.requests.append(request)
+            if not self._source.reads_blocks(run.file):
+                self._submit()
+
+    def wait(self, run: _Run, index: KeyIndex) -> None:
+        """Returns when all of the run was read. Raises StorageError."""
+        for (start, end), request in zip(run.pieces(), run.requests, strict=True):
+            if request.future is None:
+                self._submit()
+            assert request.future is not None
+            with index.naming(run.file, start, end):
+                request.future.result()
+
+    def _submit(self) -> None:
+        request, self._open = self._open, None
+        if request is not None:
+            request.future = self._pool.submit(self._read, request)
+
+    def _read(self, request: _Request) -> None:
+        with self.direct.reading(request.file) if request.is_direct else nullcontext():
+            self._source.read_parts(request.file, request.parts)
 
 
 class _Buffers:
@@ -226,12 +288,12 @@ def read_ranges(
     window: deque[_Run] = deque()
     buffers = _Buffers()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="pannier-read")
-    direct = _DirectReads(source)
+    started = _Requests(pool, source)
 
     def fill() -> list[_Run]:
         """Takes what may be started. By the caller's thread: it may run the user's planner."""
         first = len(window)
-        held, requests = sum(r.buffered for r in window), sum(r.requests for r in window)
+        held, requests = sum(r.buffered for r in window), sum(r.count for r in window)
         while runs.has_next():
             run = runs.next
             if run is None:
@@ -239,7 +301,7 @@ def read_ranges(
                     break
                 runs.take()
                 continue
-            held, requests = held + run.buffered, requests + run.requests
+            held, requests = held + run.buffered, requests + run.count
             if window and (held > memory_bytes or requests > _PIECES_AHEAD * threads):
                 break
             target = run.reads[0].target
@@ -256,12 +318,12 @@ def read_ranges(
         At most a part of the window, so that threads read while these are used.
         """
         for run in fresh:
-            run.start(pool, source, direct)
+            started.start(run)
         done = 0
         for run in islice(window, threads):
             if done and not run.is_done():
                 break
-            run.wait(index)
+            started.wait(run, index)
             done += 1
         return done
 
@@ -279,7 +341,7 @@ def read_ranges(
         try:
             cancel()
         finally:
-            _end(pool, direct)
+            _end(pool, started.direct)
 
 
 def _end(pool: ThreadPoolExecutor, direct: _DirectReads | None = None) -> None:

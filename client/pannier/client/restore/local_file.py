@@ -3,15 +3,16 @@
 In: a descriptor of the spool file, and what the file's receipt says. Out: bytes, or an error when they are
 not those that were saved. A trainer may stage something else into the file at any time, after it has
 changed its stamp, and no trust is put in other processes: so the checksum of a block is taken of the very bytes that
-are delivered. Whole blocks are read straight into the caller's memory; for parts of a block, the block is
-read into a cache, which the other parts come from. Never through a mapping, which a truncated
-file would make fatal. Blocking; thread-safe.
+are delivered. Where most of a block is wanted, it is read straight into the caller's memory; for a small part of one, the
+block is read into a cache, which other parts come from. Never through a mapping, which a truncated
+file would make fatal, and whose page faults cost as much as the system calls. Blocking; thread-safe.
 """
 
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
@@ -26,8 +27,14 @@ from pannier.wire.records import parse_blocks
 
 _PIECE: Final = 256 << 10
 """Bytes that are read before their checksum is taken: then they are in the processor's cache."""
+_DIRECT_PARTS: Final = 0.5
+"""Of a block that are wanted together, from which on the rest is read and dropped."""
 _CACHED: Final = 4
 """Blocks in a cache, which bound its memory: threads wait for one another when all are in use."""
+
+
+Part = tuple[int, memoryview]
+"""An offset in a file, and the memory that the bytes from there on fill."""
 
 
 class _Slot:
@@ -121,32 +128,37 @@ class LocalFile:
                 )
             self._sums, self._block_bytes = (located.file.crc32c,), max(1, located.file.size)
 
-    def read_into(self, offset: int, target: memoryview, cache: BlockCache) -> None:
-        """Fills ``target`` with the file's bytes from ``offset`` on.
+    def read_parts(self, parts: Sequence[Part], cache: BlockCache) -> None:
+        """Fills the targets with the file's bytes; the parts are in the order of their offsets.
 
         Raises:
             IntegrityError: the spool file has other content, or the file ends before.
             OSError: it can't be read.
         """
-        end = offset + len(target)
-        self._check_end(end)
+        by_block: defaultdict[int, list[Part]] = defaultdict(list)
+        for offset, target in parts:
+            self._check_end(offset + len(target))
+            at = 0
+            while at < len(target):
+                block = (offset + at) // self._block_bytes
+                count = min(self._bounds(block)[1] - offset - at, len(target) - at)
+                by_block[block].append((offset + at, target[at : at + count]))
+                at += count
         self._check_stamp()
-        while offset < end:
-            block = offset // self._block_bytes
+        for block, held in by_block.items():
             start, stop = self._bounds(block)
-            count = min(end, stop) - offset
-            piece, target = target[:count], target[count:]
-            if count == stop - start:
-                self._read_block(block, piece)
-            else:
-                read = partial(self._read_block, block)
-                with cache.block(self._file.name, block, stop - start, read) as content:
-                    piece[:] = content[offset - start : offset - start + count]
-            offset += count
+            if sum(len(target) for _, target in held) >= _DIRECT_PARTS * (stop - start):
+                self._read_block(block, held)
+                continue
+            with cache.block(
+                self._file.name, block, stop - start, partial(self._read_whole, block)
+            ) as content:
+                for offset, target in held:
+                    target[:] = content[offset - start : offset - start + len(target)]
         self._check_stamp()
 
     def peek(self, offset: int, target: memoryview) -> None:
-        """As :meth:`read_into`, but not checked: for bytes that are compared with what is known."""
+        """As :meth:`read_parts`, but not checked: for bytes that are compared with what is known."""
         self._check_end(offset + len(target))
         self._read(offset, target)
 
@@ -158,18 +170,36 @@ class LocalFile:
         start = block * self._block_bytes
         return start, min(start + self._block_bytes, self._file.size)
 
-    def _read_block(self, block: int, target: memoryview) -> None:
+    def _read_whole(self, block: int, target: memoryview) -> None:
+        self._read_block(block, [(self._bounds(block)[0], target)])
+
+    def _read_block(self, block: int, parts: Sequence[Part]) -> None:
+        """Reads all of a block: its parts into their targets, and what lies between, for the checksum."""
         start, stop = self._bounds(block)
-        crc = 0
-        for at in range(0, len(target), _PIECE):
-            piece = target[at : at + _PIECE]
-            self._read(start + at, piece)
-            crc = crc32c.crc32c(piece, crc)
+        crc, at = 0, start
+        for offset, target in parts:
+            crc = self._read_between(at, offset, crc)
+            for begin in range(0, len(target), _PIECE):
+                piece = target[begin : begin + _PIECE]
+                self._read(offset + begin, piece)
+                crc = crc32c.crc32c(piece, crc)
+            at = offset + len(target)
+        crc = self._read_between(at, stop, crc)
         if crc != self._sums[block]:
             raise IntegrityError(
                 f"bytes {start} to {stop} of {self._file.name} have crc32c {crc:08x} in the spool, saved "
                 f"was {self._sums[block]:08x}"
             )
+
+    def _read_between(self, start: int, stop: int, crc: int) -> int:
+        """The checksum with these bytes after those before."""
+        if start < stop:
+            buffer = np.empty(min(_PIECE, stop - start), np.uint8).data
+            for at in range(start, stop, len(buffer)):
+                piece = buffer[: stop - at]
+                self._read(at, piece)
+                crc = crc32c.crc32c(piece, crc)
+        return crc
 
     def _read(self, offset: int, target: memoryview) -> None:
         done = 0

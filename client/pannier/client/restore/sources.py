@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from pannier.client.interrupts import aside, shielded
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import BUCKET, OWN_SPOOL
-from pannier.client.restore.local_file import BlockCache, LocalFile
+from pannier.client.restore.local_file import BlockCache, LocalFile, Part
 from pannier.client.restore.restore_plan import LoadName, RankNeeds, RankPlan
 from pannier.client.restore.shared_blocks import BlockPlace, BlockReader, SharedBlocks
 from pannier.client.restore.stored_reads import StoredReads
@@ -35,15 +35,21 @@ REMOTE_REQUEST_BYTES: Final = BLOCK_BYTES
 class RangeSource(Protocol):
     """Reads the files of a checkpoint. Thread-safe."""
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fills ``target`` with a file's bytes from ``offset`` on. Raises StorageError."""
+    def reads_blocks(self, name: str) -> bool:
+        """Whether parts of a block of a file are read faster together."""
+
+    def read_parts(self, name: str, parts: Sequence[Part]) -> None:
+        """Fills the targets with a file's bytes, from each one's offset on. Raises StorageError."""
 
 
-class Storage(RangeSource, Protocol):
+class Storage(Protocol):
     """The directory of a checkpoint."""
 
     is_local: bool
     """Whether its files are read without requests to another host."""
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Fills ``target`` with a file's bytes from ``offset`` on. Raises StorageError. Thread-safe."""
 
 
 class Sharing(Protocol):
@@ -144,12 +150,24 @@ class Sources:
                 return
         self._storage.read_into(name, offset, target)
 
-    @shielded
+    def reads_blocks(self, name: str) -> bool:
+        """See :class:`RangeSource`."""
+        return name in self._local
+
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Fills ``target`` with a file's bytes from ``offset`` on. Raises as reading from storage does."""
+        self.read_parts(name, [(offset, target)])
+
+    @shielded
+    def read_parts(self, name: str, parts: Sequence[Part]) -> None:
+        """See :class:`RangeSource`; the parts are in order."""
         local = self._local.get(name)
-        if local is not None and self._read_local(local, name, offset, target):
+        if local is not None and self._read_local(local, name, parts):
             return
+        for offset, target in parts:
+            self._read_elsewhere(name, offset, target)
+
+    def _read_elsewhere(self, name: str, offset: int, target: memoryview) -> None:
         if self._shared is None or not self._shared.has(name):
             self._read_stored(name, offset, target)
             return
@@ -205,9 +223,9 @@ class Sources:
             target[:] = content[start : start + len(target)]
         return self._origins[name, block]
 
-    def _read_local(self, local: LocalFile, name: str, offset: int, target: memoryview) -> bool:
+    def _read_local(self, local: LocalFile, name: str, parts: Sequence[Part]) -> bool:
         try:
-            local.read_into(offset, target, self._cache)
+            local.read_parts(parts, self._cache)
         except (IntegrityError, OSError) as error:
             if isinstance(error, IntegrityError):
                 self._progress.add_rejected()
@@ -219,5 +237,5 @@ class Sources:
                     *(self._url, name, error),
                 )
             return False
-        self._progress.add_read(OWN_SPOOL, name, len(target))
+        self._progress.add_read(OWN_SPOOL, name, sum(len(target) for _, target in parts))
         return True
