@@ -197,10 +197,10 @@ def test_what_another_hosts_spool_has_comes_from_there(hosts: Hosts) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("world", [[1, 0], [0, 2, 1], [2, 1, 0, 2, 1, 0]], ids=len)
+@pytest.mark.parametrize("world", [[1, 0], [0, 2, 1, 1], [2, 1, 0, 2, 1, 0]], ids=len)
 def test_fewer_and_more_ranks_have_all_from_the_spools(hosts: Hosts, world: list[int]) -> None:
     place = f"{ROOT}/worlds-{len(world)}"
-    hosts.save(place, [0, 0, 1, 1], "sharded")
+    hosts.save(place, [0, 0, 0, 0, 1, 1, 1, 1], "sharded")
     loaded = hosts.load(place, world, "sharded")
     assert not hosts.read(place), loaded.output
 

@@ -63,16 +63,18 @@ class PartBegun(_message.Message):
     def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., planned: bool = ..., files: _Optional[_Iterable[_Union[_plan_pb2.PlannedFile, _Mapping]]] = ..., claim: _Optional[_Union[_sidecar_pb2.CachedPlanClaim, _Mapping]] = ..., replica: bool = ..., created_at: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., boot_id: _Optional[str] = ..., boot_time_s: _Optional[float] = ...) -> None: ...
 
 class FileOpened(_message.Message):
-    __slots__ = ("name", "size", "spool_file", "stamp")
+    __slots__ = ("name", "size", "spool_file", "stamp", "boot_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     SPOOL_FILE_FIELD_NUMBER: _ClassVar[int]
     STAMP_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     name: str
     size: int
     spool_file: str
     stamp: bytes
-    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., spool_file: _Optional[str] = ..., stamp: _Optional[bytes] = ...) -> None: ...
+    boot_id: str
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., spool_file: _Optional[str] = ..., stamp: _Optional[bytes] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
 class FileHeld(_message.Message):
     __slots__ = ("name", "held", "crc32c")
@@ -85,14 +87,16 @@ class FileHeld(_message.Message):
     def __init__(self, name: _Optional[str] = ..., held: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class FileDurable(_message.Message):
-    __slots__ = ("name", "block_crc32c", "block_bytes")
+    __slots__ = ("name", "crc32c", "block_crc32c", "block_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     BLOCK_CRC32C_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
+    crc32c: int
     block_crc32c: bytes
     block_bytes: int
-    def __init__(self, name: _Optional[str] = ..., block_crc32c: _Optional[bytes] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., crc32c: _Optional[int] = ..., block_crc32c: _Optional[bytes] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class ReceiptStored(_message.Message):
     __slots__ = ()

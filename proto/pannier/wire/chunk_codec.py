@@ -11,6 +11,7 @@ Thread-safe.
 import ctypes
 import functools
 import struct
+from array import array
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,7 +33,6 @@ _OFFSET = 2 << 3 | 0
 _CRC32C = 3 << 3 | 5
 _DATA = 4 << 3 | 2
 
-_ZEROS: Final = bytes(1 << 20)
 _Tables = tuple[list[int], list[int], list[int], list[int]]
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -142,42 +142,38 @@ def _read_varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def combine_crc32c(crc: int, next_crc: int, length: int) -> int:
-    """Checksum of bytes with ``crc`` followed by ``length`` bytes with ``next_crc``; reads no byte.
-
-    Fast for lengths that recur (the chunks of a stream); the first use of a length costs as much as
-    reading ``length`` bytes about thirty times.
-    """
-    if crc == 0:
-        return next_crc
-    first, second, third, fourth = _tables(length)
-    return (
-        first[crc & 0xFF]
-        ^ second[crc >> 8 & 0xFF]
-        ^ third[crc >> 16 & 0xFF]
-        ^ fourth[crc >> 24]
-        ^ next_crc
-    )
+    """Checksum of bytes with ``crc`` followed by ``length`` bytes with ``next_crc``; reads no byte."""
+    power = 0
+    while crc and length:
+        if length & 1:
+            crc = _applied(_zeros(power), crc)
+        length >>= 1
+        power += 1
+    return crc ^ next_crc
 
 
-@functools.lru_cache(maxsize=16)
-def _tables(length: int) -> _Tables:
-    """Effect of ``length`` appended bytes on the checksum before them, by byte of that checksum.
+def _applied(tables: _Tables, crc: int) -> int:
+    first, second, third, fourth = tables
+    return first[crc & 0xFF] ^ second[crc >> 8 & 0xFF] ^ third[crc >> 16 & 0xFF] ^ fourth[crc >> 24]
+
+
+@functools.cache
+def _zeros(power: int) -> _Tables:
+    """Effect of 2^power appended bytes on the checksum before them, by byte of that checksum.
 
     crc32c is linear: it is the effect of zeros, less their own contribution.
     """
-    own = _after_zeros(0, length)
-    bits = [_after_zeros(1 << bit, length) ^ own for bit in range(32)]
+    if power:
+        half = _zeros(power - 1)
+        bits = [_applied(half, _applied(half, 1 << bit)) for bit in range(32)]
+    else:
+        own = crc32c.crc32c(b"\0")
+        bits = [crc32c.crc32c(b"\0", 1 << bit) ^ own for bit in range(32)]
     tables: _Tables = ([0], [0], [0], [0])
     for byte, table in enumerate(tables):
         for bit in range(8):
             table += [entry ^ bits[8 * byte + bit] for entry in table]
     return tables
-
-
-def _after_zeros(crc: int, length: int) -> int:
-    for start in range(0, length, len(_ZEROS)):
-        crc = crc32c.crc32c(_ZEROS[: length - start], crc)
-    return crc
 
 
 @dataclass(frozen=True)
@@ -201,8 +197,8 @@ class Checksums:
             piece = data[start : start + BLOCK_BYTES - size % BLOCK_BYTES]
             own = crc32c.crc32c(piece) if crc is None or len(piece) < len(data) else crc
             block = blocks.pop() if size % BLOCK_BYTES else 0
-            blocks.append(_joined(block, own, piece))
-            whole = _joined(whole, own, piece)
+            blocks.append(combine_crc32c(block, own, len(piece)))
+            whole = combine_crc32c(whole, own, len(piece))
             start += len(piece)
             size += len(piece)
         return Checksums(size, whole, tuple(blocks))
@@ -214,11 +210,33 @@ class Checksums:
         return BLOCK_BYTES, struct.pack(f"<{len(self.blocks)}I", *self.blocks)
 
 
-def _joined(before: int, crc: int, data: memoryview) -> int:
-    """The checksum of bytes with ``before`` followed by ``data``, whose own is ``crc``."""
-    if not before:
-        return crc
-    if len(data) == CHUNK_BYTES:
-        return combine_crc32c(before, crc, len(data))
-    # Combining costs more for a length that doesn't recur. They were just read, so they are cached.
-    return crc32c.crc32c(data, before)
+class RunningChecksums:
+    """The checksums of a file's bytes as they are read, in order; not thread-safe."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        """Bytes so far."""
+        self._block = 0
+        """Of the block that has begun."""
+        self._blocks = array("I")
+
+    def add(self, data: memoryview) -> None:
+        """The bytes that follow."""
+        start = 0
+        while start < len(data):
+            piece = data[start : start + BLOCK_BYTES - self.size % BLOCK_BYTES]
+            self._block = crc32c.crc32c(piece, self._block)
+            self.size += len(piece)
+            start += len(piece)
+            if not self.size % BLOCK_BYTES:
+                self._blocks.append(self._block)
+                self._block = 0
+
+    def result(self) -> Checksums:
+        """Of all bytes so far."""
+        blocks, rest, whole = tuple(self._blocks), self.size % BLOCK_BYTES, 0
+        for block in blocks:
+            whole = combine_crc32c(whole, block, BLOCK_BYTES)
+        if rest:
+            whole, blocks = combine_crc32c(whole, self._block, rest), (*blocks, self._block)
+        return Checksums(self.size, whole, blocks)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pannier.sidecar.reservations import Reservations
 from pannier.sidecar.save_registry import SaveRegistry
-from pannier.sidecar.save_state import BEFORE_HAND_OVER, FAILED, RankSave
+from pannier.sidecar.save_state import BEFORE_HAND_OVER, FAILED, RankSave, with_checksums
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
@@ -161,7 +161,7 @@ class Ingest:
     async def hand_over(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
         """Hands the rank over, once all its files are here and match the request; idempotent.
 
-        Mapped files are read for their checksums. The rank is ingested unless its claim isn't
+        Mapped files aren't read: their uploads take their checksums. The rank is ingested unless its claim isn't
         confirmed; a later request with the plan's id confirms it.
 
         Raises:
@@ -178,13 +178,13 @@ class Ingest:
             check_attempt(request.attempt, rank)
             await self._take_plan(request, rank)
             if known:
-                if rank.receipt != _receipt(request, rank):
+                if rank.complete_receipt() != _receipt(request, rank):
                     raise InvalidRequestError(f"{rank.label} was handed over differently before")
                 return
             self._check_in_time(rank)
             self._saves.set_stall(rank, limits.age(request.stalled_s))
             self._saves.limit_time(rank, 0, request.save_timeout_s)
-            await self._read_mapped(request, rank)
+            await self._take_mapped(request, rank)
             receipt = _receipt(request, rank)
             self._check_files(rank, receipt)
             try:
@@ -246,8 +246,8 @@ class Ingest:
         self._uploads.start(rank, file)
         return file
 
-    async def _read_mapped(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
-        """Adds the files that the trainer has staged into the spool itself, and reads them."""
+    async def _take_mapped(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
+        """Adds the files that the trainer has staged into the spool itself."""
         sizes = {file.name: file.size for file in request.files}
         files = []
         for mapped in request.mapped:
@@ -274,7 +274,7 @@ class Ingest:
             self._saves.set_transport(rank, "mapped")
         for file in files:
             try:
-                await file.read_staged()
+                await file.take_staged()
             except UnavailableError:
                 raise
             except PannierError as error:
@@ -282,7 +282,7 @@ class Ingest:
                 kind = save_pb2.FAILURE_KIND_INTEGRITY if damaged else save_pb2.FAILURE_KIND_SPOOL
                 self._saves.fail(rank, kind, str(error))
                 raise
-            await self.record_progress(rank, file)
+            self._saves.record_arrival(rank)
 
     def _check_size(
         self,
@@ -339,9 +339,10 @@ class Ingest:
                 f"{file.label}: {announced.size} bytes are handed over, {file.held} of {file.size} are "
                 "here"
             )
-        if announced.crc32c != file.crc:
+        # What is mapped is read later, and the trainer hasn't read it at all.
+        if not file.stamp and announced.crc32c != file.checksums.whole:
             problem = (
-                f"{file.label} arrived with crc32c {file.crc:08x}, the trainer's is "
+                f"{file.label} arrived with crc32c {file.checksums.whole:08x}, the trainer's is "
                 f"{announced.crc32c:08x}"
             )
             self._saves.fail(rank, save_pb2.FAILURE_KIND_INTEGRITY, problem)
@@ -358,7 +359,7 @@ def _check_file_count(rank: RankSave, label: str) -> None:
 
 
 def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb2.Receipt:
-    """The rank's receipt; checksums of mapped files, and of blocks, are this sidecar's."""
+    """The rank's receipt; checksums of mapped files, and of blocks, are this sidecar's, once it has them."""
     receipt = records_pb2.Receipt(
         attempt=request.attempt,
         plan_id=request.plan_id or rank.plan.id,
@@ -370,13 +371,12 @@ def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb
     )
     mapped = {file.name for file in request.mapped}
     for each in receipt.files:
-        file = rank.files.get(each.name)
-        if file is None:
-            continue
         if each.name in mapped:
-            each.crc32c = file.crc
-        each.block_bytes, each.block_crc32c = file.checksums.columns()
-    return receipt
+            each.ClearField("crc32c")
+        else:
+            # The sender's, also if it sent none.
+            each.crc32c = each.crc32c
+    return with_checksums(receipt, rank.files)
 
 
 def check_attempt(attempt: str, rank: RankSave) -> None:

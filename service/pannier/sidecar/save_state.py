@@ -7,6 +7,7 @@ a method here; impossible moves raise. On the event loop.
 import asyncio
 import enum
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -120,6 +121,21 @@ class Transfer:
         """Counts a retry."""
         self.retries += 1
         self.last_error = reason
+
+
+def with_checksums(
+    receipt: records_pb2.Receipt, files: Mapping[str, DataFile]
+) -> records_pb2.Receipt:
+    """A receipt with the checksums of those files that were read, by name."""
+    found = records_pb2.Receipt()
+    found.CopyFrom(receipt)
+    for each in found.files:
+        file = files.get(each.name)
+        if file is not None and file.is_checked:
+            if not each.HasField("crc32c"):
+                each.crc32c = file.checksums.whole
+            each.block_bytes, each.block_crc32c = file.checksums.columns()
+    return found
 
 
 class RankSave:
@@ -284,6 +300,12 @@ class RankSave:
             # It may have been confirmed while this was journalled.
             self._set_receipt_plan()
         self.enter(Phase.INGESTED if self.unconfirmed is None else Phase.HANDED_OVER)
+
+    def complete_receipt(self) -> records_pb2.Receipt:
+        """Its receipt, with the checksums that are known by now; once it is handed over."""
+        assert self.receipt is not None
+        self.receipt = with_checksums(self.receipt, self.files)
+        return self.receipt
 
     def fail(self, kind: "save_pb2.FailureKind", message: str) -> bool:
         """Fails the rank; False when it has ended, or is safe from this kind of failure."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from pannier.wire import object_names
+from pannier.wire.chunk_codec import Checksums
 from pannier.wire.errors import IntegrityError as IntegrityError
 from pannier.wire.errors import StorageError as StorageError
 
@@ -87,16 +88,19 @@ class Source(Protocol):
 
     @property
     def path(self) -> Path:
-        """The file; complete below what :meth:`read` has returned."""
+        """The file; complete below what :meth:`wait_for` was called with."""
 
-    async def read(self, offset: int, length: int) -> bytes | memoryview:
-        """Exactly these bytes (within ``size``); waits until they have arrived.
+    async def wait_for(self, end: int) -> None:
+        """Returns when all bytes below ``end`` have arrived.
 
         Raises when the file will never be complete (its save was aborted).
         """
 
-    async def crc32c(self) -> int:
-        """Checksum of the whole file; waits until it is complete."""
+    def confirm(self, found: Checksums) -> None:
+        """All its bytes were read for the store, and have these checksums.
+
+        Raises IntegrityError when the sender's are others.
+        """
 
 
 Progress = Callable[[int], None]

@@ -2,9 +2,9 @@
 
 import asyncio
 import errno
-import ipaddress
 import os
 import time
+from collections.abc import Callable
 from typing import IO, Any, Final, cast
 
 import aiohttp.payload
@@ -13,8 +13,6 @@ from aiohttp.abc import AbstractStreamWriter
 from pannier.storage.io_threads import spool_threads
 
 _SLICE: Final = 256 << 10
-_SENT: Final = 1 << 20
-"""Bytes after which the peer's answer is read: it may refuse before the end."""
 
 
 class Body(aiohttp.payload.Payload):
@@ -68,19 +66,21 @@ aiohttp.payload.register_payload(
 
 
 class FromSpool(Body):
-    """A part of a file, read as the connection accepts it, or sent by the kernel.
-
-    The receiver's checksum must confirm the received bytes.
+    """A part of a file, read as the connection accepts it.
 
     Args:
-        file: open and unbuffered, with a separate position; ``offset`` and ``size`` lie within it.
+        file: open and unbuffered; ``offset`` and ``size`` lie within it.
+        note: called with each piece and its offset before it is sent.
     """
 
     _value: IO[bytes]
 
-    def __init__(self, file: IO[bytes], offset: int, size: int) -> None:
+    def __init__(
+        self, file: IO[bytes], offset: int, size: int, note: Callable[[memoryview, int], None]
+    ) -> None:
         super().__init__(file, size)
         self._offset = offset
+        self._note = note
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         """Writes all; may be called again by aiohttp on a new connection."""
@@ -88,14 +88,6 @@ class FromSpool(Body):
         if transport is None or transport.is_closing():
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         at, end = self._offset, self._offset + (self.size or 0)
-        if _by_kernel(transport):
-            await self._send(writer, transport, at, end)
-        else:
-            await self._copy(writer, transport, at, end)
-
-    async def _copy(
-        self, writer: AbstractStreamWriter, transport: asyncio.WriteTransport, at: int, end: int
-    ) -> None:
         # Small, so that the bytes are still in the processor's cache when they are sent. A new one for
         # each request, since a closing connection may still send from it.
         buffer = memoryview(bytearray(min(_SLICE, end - at)))
@@ -104,6 +96,7 @@ class FromSpool(Body):
         transport.set_write_buffer_limits(high=1 if _encrypted(transport) else 0)
         while at < end:
             count = await self._read(buffer[: end - at], at)
+            self._note(buffer[:count], at)
             await writer.write(buffer[:count])
             await writer.drain()
             at += count
@@ -124,34 +117,6 @@ class FromSpool(Body):
         if not count:
             raise _ends(at)
         return count
-
-    async def _send(
-        self, writer: AbstractStreamWriter, transport: asyncio.WriteTransport, at: int, end: int
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        # Since aiohttp 3.12 headers wait for the body's first bytes.
-        getattr(writer, "send_headers", lambda: None)()
-        while at < end:
-            sent = await loop.sendfile(
-                transport, self._value, at, min(_SENT, end - at), fallback=False
-            )
-            if not sent:
-                raise _ends(at)
-            at += sent
-            self.moved = time.monotonic()
-            # sendfile() paused reading: lets the loop read an early answer.
-            await asyncio.sleep(0)
-
-
-def _by_kernel(transport: asyncio.BaseTransport) -> bool:
-    """Whether the kernel sends from the file, which it can do without TLS only.
-
-    For a receiver on this host, reading from single pages would cost more than it saves.
-    """
-    peer = transport.get_extra_info("peername")
-    if _encrypted(transport) or not isinstance(peer, tuple):
-        return False
-    return not ipaddress.ip_address(peer[0].partition("%")[0]).is_loopback
 
 
 def _encrypted(transport: asyncio.BaseTransport) -> bool:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import crc32c
 
-from pannier.wire.errors import SaveAbortedError
+from pannier.wire.chunk_codec import Checksums
+from pannier.wire.errors import IntegrityError, SaveAbortedError
 
 
 class FileSource:
@@ -40,19 +41,15 @@ class FileSource:
             self._failed = True
             self._grown.notify_all()
 
-    async def _wait(self, end: int) -> None:
+    async def wait_for(self, end: int) -> None:
         async with self._grown:
             await self._grown.wait_for(lambda: self._held >= end or self._failed)
         if self._failed:
             raise SaveAbortedError("the save was aborted")
 
-    async def read(self, offset: int, length: int) -> bytes:
-        await self._wait(offset + length)
-        return self._data[offset : offset + length]
-
-    async def crc32c(self) -> int:
-        await self._wait(self.size)
-        return self.crc
+    def confirm(self, found: Checksums) -> None:
+        if (found.size, found.whole) != (self.size, self.crc):
+            raise IntegrityError(f"{self.path} has crc32c {found.whole:08x}, not {self.crc:08x}")
 
 
 def some_bytes(size: int, seed: int = 0) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 from pannier.sidecar.spool.data_file import DataFile, SpoolSource
 from pannier.sidecar.spool.spool import Spool
 from pannier.wire import chunk_codec, errors
-from pannier.wire.chunk_codec import ReceivedChunk
+from pannier.wire.chunk_codec import Checksums, ReceivedChunk
 from support.processes.daemons import memory_directory
 from support.processes.stretch import BOUND_S
 
@@ -33,20 +33,23 @@ def test_readers_wait_for_exactly_what_they_need(memory: Path) -> None:
         source = SpoolSource(file)
         writer = object()
         await file.begin(writer, lambda: None)
-        early = asyncio.create_task(source.read(0, 4))
-        late = asyncio.create_task(source.read(2, 8))
-        whole = asyncio.create_task(source.crc32c())
+        early = asyncio.create_task(source.wait_for(4))
+        late = asyncio.create_task(source.wait_for(10))
 
         async def append(offset: int, data: bytes) -> None:
             chunk = ReceivedChunk(offset, crc32c.crc32c(data), memoryview(data))
             await file.append(writer, chunk)
 
         await append(0, b"abcd")
-        assert await asyncio.wait_for(early, BOUND_S) == b"abcd"
+        await asyncio.wait_for(early, BOUND_S)
         assert not late.done()
         await append(4, b"efghij")
-        assert await asyncio.wait_for(late, BOUND_S) == b"cdefghij"
-        assert await asyncio.wait_for(whole, BOUND_S) == crc32c.crc32c(b"abcdefghij")
+        await asyncio.wait_for(late, BOUND_S)
+        found = Checksums().followed_by(memoryview(b"abcdefghij"))
+        assert (file.checksums, source.path.read_bytes()[:10]) == (found, b"abcdefghij")
+        source.confirm(found)
+        with pytest.raises(errors.IntegrityError, match="the sender's is"):
+            source.confirm(Checksums().followed_by(memoryview(b"abcdefghiJ")))
         spool.close()
 
     asyncio.run(read_while_it_fills())
@@ -58,7 +61,7 @@ def test_readers_of_a_released_file_get_an_error(memory: Path) -> None:
         file = DataFile("f", 10, spool.take("job", 10), label="file f")
         cut = []
         await file.begin(object(), lambda: cut.append(1))
-        reading = asyncio.create_task(SpoolSource(file).read(0, 4))
+        reading = asyncio.create_task(SpoolSource(file).wait_for(4))
         await asyncio.sleep(0)
         spool_file = await file.release()
         assert spool_file is not None

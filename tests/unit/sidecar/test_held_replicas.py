@@ -39,6 +39,16 @@ def holder(hosts: ReplicaHosts) -> ReplicaHosts:
     return hosts
 
 
+def without_blocks(receipt: records_pb2.Receipt) -> records_pb2.Receipt:
+    """As the senders here write it."""
+    found = records_pb2.Receipt()
+    found.CopyFrom(receipt)
+    for each in found.files:
+        each.ClearField("block_bytes")
+        each.ClearField("block_crc32c")
+    return found
+
+
 def start_of(hosts: ReplicaHosts, *data: bytes, timeout_s: float = 0.0) -> Start:
     return replica_start(hosts.holder.id(), *data, timeout_s=timeout_s)
 
@@ -129,7 +139,7 @@ def test_a_restarted_sidecar_has_it_again(holder: ReplicaHosts) -> None:
     assert held.context == start.context
     holder.take_over(start.context)
     report = holder.holder.coordinator.await_phase(start.context, DURABLE)
-    assert report.receipt == start.receipt
+    assert without_blocks(report.receipt) == start.receipt
 
 
 def test_a_damaged_file_is_no_replica_after_a_restart(
@@ -404,7 +414,7 @@ def test_only_what_is_complete_is_taken_over_and_once(holder: ReplicaHosts) -> N
     holder.take_over(start.context)
     holder.take_over(start.context)
     report = holder.holder.coordinator.await_phase(start.context, DURABLE)
-    assert report.receipt == start.receipt
+    assert without_blocks(report.receipt) == start.receipt
     assert report.context == start.context
     found = holder.objects(start.context)
     assert {key: found[key] for key in found if key.endswith(".distcp")} == {
@@ -428,6 +438,6 @@ def test_a_take_over_outlives_the_sidecar(holder: ReplicaHosts) -> None:
     before = len(holder.holder.coordinator.reports)
     holder.restart_holder()
     report = holder.holder.coordinator.await_phase(start.context, DURABLE, after=before)
-    assert report.receipt == start.receipt
+    assert without_blocks(report.receipt) == start.receipt
     holder.holder.coordinator.decide(start.context, ABORTED)
     await_true(lambda: not holder.objects(start.context), "its objects are deleted")

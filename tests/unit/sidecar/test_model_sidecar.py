@@ -157,8 +157,17 @@ class Sidecar(RuleBasedStateMachine):
         if model is None or self._over(rank) or model.phase is not Phase.STREAMING:
             return
         part = self._receive(rank, SIZE)
-        crc = part.files[FILE].crc
-        files = [records_pb2.DataFile(name=FILE, size=SIZE, crc32c=crc)]
+        sums = part.files[FILE].checksums
+        block_bytes, column = sums.columns()
+        files = [
+            records_pb2.DataFile(
+                name=FILE,
+                size=SIZE,
+                crc32c=sums.whole,
+                block_bytes=block_bytes,
+                block_crc32c=column,
+            )
+        ]
         model.receipt = records_pb2.Receipt(
             attempt="i1-a1-g00000000-s1", plan_id="p", rank=rank, files=files
         )

@@ -70,36 +70,36 @@ def spool(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture(params=["copied", "by-kernel"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """To this host bytes are copied; elsewhere, without TLS, the kernel sends them."""
-    monkeypatch.setattr(http_body, "_by_kernel", lambda transport: request.param == "by-kernel")
-    return str(request.param)
-
-
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("start", "size"), [(0, SIZE), (1, 1), (4096, 1 << 20), (77, SIZE - 77)])
 def test_a_part_of_the_spool_arrives(spool: Path, start: int, size: int) -> None:
+    noted = bytearray()
+
+    def note(view: memoryview, offset: int) -> None:
+        assert offset == start + len(noted)
+        noted.extend(view)
+
     with spool.open("rb", buffering=0) as file:
-        status, arrived = put(FromSpool(file, start, size))
+        status, arrived = put(FromSpool(file, start, size, note))
     assert status == 200
-    assert arrived == some_bytes(SIZE)[start : start + size]
+    assert arrived == noted == some_bytes(SIZE)[start : start + size]
 
 
-@pytest.mark.usefixtures("way")
 def test_a_spool_file_that_is_cut_meanwhile_ends_the_request(spool: Path) -> None:
     with spool.open("rb", buffering=0) as file:
-        body = FromSpool(file, 0, SIZE)
+        body = FromSpool(file, 0, SIZE, lambda view, at: None)
         os.truncate(spool, 1 << 20)
         with pytest.raises(aiohttp.ClientOSError):
             put(body)
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kind", ["spool", "memory"])
 def test_a_response_before_the_end_is_read(spool: Path, kind: str) -> None:
     with spool.open("rb", buffering=0) as file:
-        body = FromSpool(file, 0, SIZE) if kind == "spool" else Slices(some_bytes(SIZE))
+        body = (
+            FromSpool(file, 0, SIZE, lambda view, at: None)
+            if kind == "spool"
+            else Slices(some_bytes(SIZE))
+        )
         status, _ = put(body, respond=1 << 20)
     assert status == 403
 
@@ -122,27 +122,6 @@ def test_a_buffer_for_other_clients_is_sent_in_pieces(monkeypatch: pytest.Monkey
     assert written == [SIZE]
 
 
-@pytest.mark.parametrize(
-    ("peer", "encrypted", "expected"),
-    [
-        (("127.0.0.1", 80), False, False),
-        (("::1", 80, 0, 0), False, False),
-        (("10.1.2.3", 80), False, True),
-        (("fe80::1%eth0", 80, 0, 2), False, True),
-        (("10.1.2.3", 443), True, False),
-        ("/run/socket", False, False),
-    ],
-)
-def test_the_kernel_sends_plain_bytes_to_other_hosts(
-    peer: object, encrypted: bool, expected: bool
-) -> None:
-    class Transport(asyncio.BaseTransport):
-        def get_extra_info(self, name: str, default: object = None) -> object:
-            return {"peername": peer, "sslcontext": object() if encrypted else None}[name]
-
-    assert http_body._by_kernel(Transport()) is expected
-
-
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "TLS"])
 def test_a_slow_receiver_gets_what_the_file_held(
     spool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
@@ -151,5 +130,5 @@ def test_a_slow_receiver_gets_what_the_file_held(
     monkeypatch.setattr(http_body, "_SLICE", 64 << 10)
     tls = Authority(tmp_path / "ca").issue("receiver") if encrypted else None
     with spool.open("rb", buffering=0) as file:
-        body = FromSpool(file, 0, SIZE)
+        body = FromSpool(file, 0, SIZE, lambda view, at: None)
         assert put(body, pause_s=0.005, tls=tls) == (200, some_bytes(SIZE))

@@ -15,7 +15,6 @@ from pannier.storage import (
     NotFoundError,
     StorageError,
     Store,
-    http_body,
     open_store,
 )
 from pannier.storage.base import limited
@@ -46,13 +45,12 @@ def s3() -> Iterator[S3Server]:
 Body = Callable[[Store], Coroutine[Any, Any, None]]
 
 
-@pytest.fixture(params=["local", "memory", "gs", "gs by-kernel", "s3"])
+@pytest.fixture(params=["local", "memory", "gs", "s3"])
 def run(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     gcs: GcsServer,
     s3: S3Server,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Body], None]:
     """Runs a coroutine with an empty store of each kind."""
     place = uuid.uuid4().hex
@@ -62,11 +60,7 @@ def run(
     elif request.param == "memory":
         url = f"memory://tests/{place}"
     else:
-        scheme, _, way = request.param.partition(" ")
-        if way:
-            # As to an endpoint elsewhere.
-            monkeypatch.setattr(http_body, "_by_kernel", lambda transport: True)
-        url = f"{scheme}://bucket/{place}"
+        url = f"{request.param}://bucket/{place}"
         options = s3.options if request.param == "s3" else {"endpoint_url": gcs.url}
 
     def runner(body: Body) -> None:

@@ -6,7 +6,7 @@ import crc32c
 import pytest
 
 from pannier.v1 import records_pb2
-from pannier.wire.chunk_codec import BLOCK_BYTES, Checksums
+from pannier.wire.chunk_codec import BLOCK_BYTES, Checksums, RunningChecksums
 from pannier.wire.records import parse_blocks
 
 MIB = 1 << 20
@@ -17,10 +17,12 @@ MIB = 1 << 20
 def test_the_checksums_do_not_depend_on_how_the_bytes_come(size: int, known: bool) -> None:
     data = memoryview(random.Random(size).randbytes(size))
     pieces = random.Random(7)
-    found = Checksums()
+    found, running = Checksums(), RunningChecksums()
     while found.size < size:
         piece = data[found.size : found.size + pieces.choice([MIB, MIB, 3 * MIB, 9 * MIB, 4097])]
         found = found.followed_by(piece, crc32c.crc32c(piece) if known else None)
+        running.add(piece)
+    assert running.result() == found
     blocks = [crc32c.crc32c(data[at : at + BLOCK_BYTES]) for at in range(0, size, BLOCK_BYTES)]
     assert found == Checksums(size, crc32c.crc32c(data), tuple(blocks))
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pannier.sidecar.restore.local_copies import LocalFile
-from pannier.sidecar.save_state import Phase, RankPlan, RankSave, Save
+from pannier.sidecar.save_state import Phase, RankPlan, RankSave, Save, with_checksums
 from pannier.sidecar.spool import boot_clock
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.sidecar.spool.rank_states import RankState
@@ -106,6 +106,12 @@ class HeldReplica:
         return self.receipt is not None and all(file.complete for file in self.files)
 
     @property
+    def final_receipt(self) -> records_pb2.Receipt:
+        """With the checksums of the files that are here."""
+        assert self.receipt is not None
+        return with_checksums(self.receipt, self.rank.files)
+
+    @property
     def room(self) -> int:
         """Bytes of its spool files."""
         return sum(file.spool_file.capacity for file in self.rank.files.values())
@@ -121,7 +127,7 @@ class HeldReplica:
         if self.receipt is None:
             self.receipt = start.receipt
         # As bytes: a metric may be no number, which equals nothing.
-        return encoded(self.receipt) == encoded(start.receipt)
+        return encoded(_unchecked(self.receipt)) == encoded(_unchecked(start.receipt))
 
     # The stream that fills it.
 
@@ -165,18 +171,18 @@ class HeldReplica:
         return file
 
     def check(self, file: DataFile) -> None:
-        """Raises IntegrityError unless a file that is here as a whole has the receipt's checksum."""
+        """Raises IntegrityError unless a file that is here as a whole has the receipt's checksum, if that has one."""
         assert self.receipt is not None
-        expected = next(each.crc32c for each in self.receipt.files if each.name == file.name)
-        if file.crc != expected:
+        found = file.checksums.whole
+        expected = next(each for each in self.receipt.files if each.name == file.name)
+        if expected.HasField("crc32c") and found != expected.crc32c:
             raise IntegrityError(
-                f"{file.label} arrived with crc32c {file.crc:08x}, the receipt has {expected:08x}"
+                f"{file.label} arrived with crc32c {found:08x}, the receipt has {expected.crc32c:08x}"
             )
 
     def finish(self) -> None:
         """All of it is here, and recorded."""
-        assert self.receipt is not None
-        self.rank.hand_over(self.receipt)
+        self.rank.hand_over(self.final_receipt)
 
     # Its end.
 
@@ -191,8 +197,7 @@ class HeldReplica:
 
     def local_files(self, released: dict[str, SpoolFile]) -> list[LocalFile]:
         """Its files as those of a local copy."""
-        assert self.receipt is not None
-        return [LocalFile(each, released[each.name], b"") for each in self.receipt.files]
+        return [LocalFile(each, released[each.name], b"") for each in self.final_receipt.files]
 
     def report(self, *, brief: bool) -> coordinator_pb2.HeldReplica:
         """For the coordinator; ``brief``: it knows the ranks of the save."""
@@ -202,3 +207,13 @@ class HeldReplica:
         if brief:
             del message.context.ranks[:]
         return message
+
+
+def _unchecked(receipt: records_pb2.Receipt) -> records_pb2.Receipt:
+    """Without checksums, which its sender may not have known at first."""
+    found = records_pb2.Receipt()
+    found.CopyFrom(receipt)
+    for each in found.files:
+        for name in ("crc32c", "block_bytes", "block_crc32c"):
+            each.ClearField(name)
+    return found

@@ -322,8 +322,7 @@ class HeldReplicas:
         self._check(replica)
         if replica.complete:
             return
-        assert replica.receipt is not None
-        await self._journal.record_ingested(replica.rank, replica.receipt)
+        await self._journal.record_ingested(replica.rank, replica.final_receipt)
         self._check(replica)
         self._mark_complete(replica)
         if replica.outcome is not None:
@@ -387,8 +386,7 @@ class HeldReplicas:
 
     def _take_over(self, replica: HeldReplica) -> None:
         """From now on it is a rank of this sidecar, as one that was recovered from the journal."""
-        held, receipt = replica.rank, replica.receipt
-        assert receipt is not None
+        held, receipt = replica.rank, replica.final_receipt
         if self._saves.find(held.context) is not None or self._saves.has_ended(held.save.id):
             return
         del self._replicas[replica.key]

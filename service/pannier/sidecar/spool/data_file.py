@@ -1,8 +1,8 @@
 """A data file on its way through the spool: written by one stream, read by one upload.
 
 In: chunks of ``Write`` streams, or content that a trainer has staged into the spool file. Out: bytes for
-the upload, as soon as they are there. On the event loop; per chunk one call in a thread computes a
-checksum and makes one ``pwrite``, both without the GIL.
+the upload, as soon as they are there. On the event loop; per chunk of a stream one call in a thread computes a
+checksum and makes one ``pwrite``, both without the GIL. What a trainer has staged is read by its upload alone.
 """
 
 import asyncio
@@ -16,15 +16,12 @@ from typing import Final
 import crc32c
 
 from pannier.sidecar.spool.spool import SpoolFile
-from pannier.storage.io_threads import ingest_threads, spool_threads
+from pannier.storage.io_threads import ingest_threads
 from pannier.wire.chunk_codec import Checksums, ReceivedChunk
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, UnavailableError
 
 MAX_CHUNK: Final = 4 << 20
 """Bytes of one message's payload."""
-_READ_BYTES: Final = 1 << 20
-_READ_AT_ONCE: Final = 8 << 20
-"""Bytes of a staged file that are read in one call: then uploads may follow."""
 
 
 @dataclass
@@ -83,8 +80,10 @@ class DataFile:
         self.size = size
         self.stamp = stamp
         self.label = label
+        self.held = 0
+        """All bytes below this offset are in the spool."""
         self.checksums = Checksums()
-        """Of the bytes that are in the spool."""
+        """Of those; of what a trainer has staged, not before it was read for the store."""
         self.upload = UploadProgress()
         """Changed by the upload."""
         self._writing = asyncio.Lock()
@@ -104,14 +103,9 @@ class DataFile:
         return spool_file
 
     @property
-    def held(self) -> int:
-        """All bytes below this offset are in the spool."""
-        return self.checksums.size
-
-    @property
-    def crc(self) -> int:
-        """crc32c of those."""
-        return self.checksums.whole
+    def is_checked(self) -> bool:
+        """Whether its checksums are known."""
+        return self.checksums.size == self.size
 
     @property
     def complete(self) -> bool:
@@ -120,7 +114,21 @@ class DataFile:
 
     def restore(self, checksums: Checksums) -> None:
         """Sets what the journal says is there, and was verified; before any use."""
-        self.checksums = checksums
+        self.checksums, self.held = checksums, checksums.size
+
+    def restore_staged(self) -> None:
+        """All of it is there, and its checksums aren't known."""
+        self.held = self.size
+
+    def confirm(self, found: Checksums) -> None:
+        """All of it was read for the store, with these checksums. Raises IntegrityError: others had arrived."""
+        if not self.is_checked:
+            self.checksums = found
+        elif (found.size, found.whole) != (self.size, self.checksums.whole):
+            raise IntegrityError(
+                f"{self.label}: read {found.size} of {self.size} bytes with crc32c {found.whole:08x}, the "
+                f"sender's is {self.checksums.whole:08x}"
+            )
 
     async def begin(self, writer: object, cancel: Callable[[], object]) -> int:
         """``writer`` is the stream that fills the file from now on; returns the offset to resume at.
@@ -164,10 +172,8 @@ class DataFile:
             self._advance(checksums)
         return end
 
-    async def read_staged(self) -> None:
-        """Takes what a trainer has staged into the spool file: reads all of it, for its checksum.
-
-        Resumes after what is held. Uploads follow as it advances.
+    async def take_staged(self) -> None:
+        """Takes what a trainer has staged into the spool file, unread: its upload takes the checksums.
 
         Raises:
             IntegrityError: the trainer has staged another save there.
@@ -175,21 +181,13 @@ class DataFile:
             PannierError: the spool file can't be read, or is shorter than the data file.
         """
         reader = object()
-        held = await self.begin(reader, lambda: None)
-        if held < self.size:
-            await self.check_stamp()
+        if await self.begin(reader, lambda: None) == self.size:
+            return
         try:
-            while held < self.size:
-                async with self._writing:
-                    self._check_writer(reader)
-                    until = min(self.size, held + _READ_AT_ONCE)
-                    checksums = await ingest_threads.run(
-                        self._checksum, self.spool_file, until, self.checksums
-                    )
-                    self._check_writer(reader)
-                    self._advance(checksums)
-                held = until
             await self.check_stamp()
+            self._check_writer(reader)
+            self.restore_staged()
+            self._notify()
         finally:
             self.end(reader)
 
@@ -244,7 +242,7 @@ class DataFile:
             raise self._released_error()
 
     def _advance(self, checksums: Checksums) -> None:
-        self.checksums = checksums
+        self.restore(checksums)
         self._notify()
 
     def _notify(self) -> None:
@@ -282,23 +280,6 @@ class DataFile:
                 f"{self.label}: the spool file {spool_file.path} can't be written: {error}"
             ) from error
         return before.followed_by(data, crc)
-
-    def _checksum(self, spool_file: SpoolFile, end: int, checksums: Checksums) -> Checksums:
-        """The checksums of all bytes below ``end``; those so far are known."""
-        start = checksums.size
-        buffer = memoryview(bytearray(min(_READ_BYTES, end - start)))
-        while start < end:
-            piece = buffer[: min(len(buffer), end - start)]
-            try:
-                # Never through a mapping: a trainer that writes or truncates the file harms only it.
-                count = os.preadv(spool_file.fd, [piece], start)
-            except OSError as error:
-                raise self._unreadable(spool_file, error) from error
-            if not count:
-                raise self._truncated(spool_file, start)
-            checksums = checksums.followed_by(piece[:count])
-            start += count
-        return checksums
 
     # Errors.
 
@@ -343,27 +324,13 @@ class SpoolSource:
         """Path of the spool file, which may be longer; valid in this process, even after its removal."""
         return Path(f"/proc/self/fd/{self._file.spool_file.fd}")
 
-    async def read(self, offset: int, length: int) -> bytes:
-        """Exactly these bytes; waits until they are there."""
-        await self._file.wait_for(offset + length)
-        spool_file = self._file.spool_file
-        data, end = await spool_threads.run(_read, spool_file.fd, length, offset)
-        if len(data) != length:
-            raise IntegrityError(
-                f"{self._file.label}: the spool file {spool_file.path} ends at byte {end} of "
-                f"{self.size}: it was truncated"
-            )
-        return data
+    async def wait_for(self, end: int) -> None:
+        """See :class:`~pannier.storage.base.Source`."""
+        await self._file.wait_for(end)
 
-    async def crc32c(self) -> int:
-        """Checksum of the whole file; waits until it is complete."""
-        await self._file.wait_for(self._file.size)
-        return self._file.crc
-
-
-def _read(fd: int, length: int, offset: int) -> tuple[bytes, int]:
-    """These bytes as far as they are there, and the file's size."""
-    return os.pread(fd, length, offset), os.fstat(fd).st_size
+    def confirm(self, found: Checksums) -> None:
+        """See :class:`~pannier.storage.base.Source`."""
+        self._file.confirm(found)
 
 
 def _stamp_and_size(spool_file: SpoolFile) -> tuple[bytes, int]:

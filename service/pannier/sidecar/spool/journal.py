@@ -26,7 +26,7 @@ from pannier.wire.errors import ConfigurationError, PannierError
 
 NAME: Final = "journal"
 MAGIC: Final = b"\x89Pannier"
-FORMAT: Final = 3
+FORMAT: Final = 4
 """Raised when an older sidecar can't read what a newer one writes; older formats are read."""
 MAX_RECORD: Final = 64 << 20
 

@@ -79,12 +79,13 @@ class JournalState:
             size=file.size,
             spool_file=file.spool_file.path.name,
             stamp=file.stamp,
+            boot_id=boot_clock.boot_id() if file.stamp else "",
         )
         await self._run(self._append, rank, "opened", Record(opened=opened), _begun(rank))
 
     async def record_held(self, rank: RankSave, file: DataFile) -> None:
         """More bytes of ``file`` are in the spool."""
-        held = journal_pb2.FileHeld(name=file.name, held=file.held, crc32c=file.crc)
+        held = journal_pb2.FileHeld(name=file.name, held=file.held, crc32c=file.checksums.whole)
         await self._run(self._append, rank, "held", Record(held=held))
 
     async def record_ingested(self, rank: RankSave, receipt: records_pb2.Receipt) -> None:
@@ -104,7 +105,10 @@ class JournalState:
         """The store has confirmed ``file``."""
         block_bytes, block_crc32c = file.checksums.columns()
         durable = journal_pb2.FileDurable(
-            name=file.name, block_bytes=block_bytes, block_crc32c=block_crc32c
+            name=file.name,
+            crc32c=file.checksums.whole,
+            block_bytes=block_bytes,
+            block_crc32c=block_crc32c,
         )
         await self._run(self._try, rank, "durable", Record(durable=durable))
 

@@ -24,8 +24,11 @@ class FileState:
     spool_file: str
     """Name of its spool file; empty when another data file lies there now."""
     stamp: bytes = b""
+    boot_id: str = ""
+    """Of the boot in which a trainer staged it; empty: it was streamed."""
     held: int = 0
-    crc32c: int = 0
+    crc32c: int | None = 0
+    """Of the bytes that are held; None: they were staged, and not read yet."""
     durable: journal_pb2.FileDurable | None = None
     """Its record; None: it isn't durable."""
 
@@ -93,10 +96,14 @@ class RankState:
         yield Record(part=self.number, begun=self.begun)
         for file in self.files.values():
             opened = journal_pb2.FileOpened(
-                name=file.name, size=file.size, spool_file=file.spool_file, stamp=file.stamp
+                name=file.name,
+                size=file.size,
+                spool_file=file.spool_file,
+                stamp=file.stamp,
+                boot_id=file.boot_id,
             )
             yield Record(part=self.number, opened=opened)
-            if file.held:
+            if file.held and file.crc32c is not None:
                 held = journal_pb2.FileHeld(name=file.name, held=file.held, crc32c=file.crc32c)
                 yield Record(part=self.number, held=held)
             if file.durable:
@@ -140,8 +147,7 @@ class RankStates:
         elif change == "held":
             self._hold(state, record.held)
         elif change == "durable":
-            if record.durable.name in state.files:
-                state.files[record.durable.name].durable = record.durable
+            self._confirm(state, record.durable)
         elif change == "ingested":
             self._ingest(state, record.ingested)
         elif change == "confirmed":
@@ -185,7 +191,7 @@ class RankStates:
     def _open(self, state: RankState, opened: journal_pb2.FileOpened) -> None:
         if opened.name in state.files:
             return
-        file = FileState(opened.name, opened.size, opened.spool_file, opened.stamp)
+        file = FileState(opened.name, opened.size, opened.spool_file, opened.stamp, opened.boot_id)
         state.files[file.name] = file
         if file.spool_file:
             previous = self._by_spool_file.get(file.spool_file)
@@ -199,12 +205,29 @@ class RankStates:
         if file is not None and file.held < held.held <= file.size:
             file.held, file.crc32c = held.held, held.crc32c
 
-    @staticmethod
-    def _ingest(state: RankState, receipt: records_pb2.Receipt) -> None:
+    def _ingest(self, state: RankState, receipt: records_pb2.Receipt) -> None:
         if state.failure is not None or state.ended is not None:
             return
         state.receipt = state.receipt or receipt
         for final in receipt.files:
             file = state.files.get(final.name)
             if file is not None and file.size == final.size:
-                file.held, file.crc32c = final.size, final.crc32c
+                file.held = final.size
+                file.crc32c = final.crc32c if final.HasField("crc32c") else None
+                if file.durable is not None:
+                    self._confirm(state, file.durable)
+
+    @staticmethod
+    def _confirm(state: RankState, durable: journal_pb2.FileDurable) -> None:
+        """The checksums that its upload took go into the receipt, too."""
+        file = state.files.get(durable.name)
+        if file is None:
+            return
+        file.durable = durable
+        if not durable.HasField("crc32c") or file.held < file.size:
+            return
+        file.crc32c = durable.crc32c
+        for final in state.receipt.files if state.receipt is not None else ():
+            if final.name == file.name:
+                final.crc32c = durable.crc32c
+                final.block_bytes, final.block_crc32c = durable.block_bytes, durable.block_crc32c

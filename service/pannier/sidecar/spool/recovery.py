@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
+from enum import Enum, auto
 from typing import Final
 
 from pannier.sidecar.replicas.held_replicas import HeldReplicas
@@ -27,7 +28,7 @@ from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.sidecar.upload.uploader import Uploader
 from pannier.storage.io_threads import Threads
 from pannier.v1 import save_pb2
-from pannier.wire.chunk_codec import Checksums
+from pannier.wire.chunk_codec import Checksums, RunningChecksums
 from pannier.wire.errors import IntegrityError, PannierError
 from pannier.wire.object_names import save_text
 
@@ -35,7 +36,16 @@ _log = logging.getLogger(__name__)
 
 _READERS: Final = 4
 """Files that are verified at a time."""
-_READ_BYTES: Final = 1 << 20
+_READ_BYTES: Final = 256 << 10
+
+
+class _Staged(Enum):
+    """What a trainer has staged, which wasn't read yet."""
+
+    STAGED = auto()
+
+
+_STAGED: Final = _Staged.STAGED
 
 
 async def recover(
@@ -111,6 +121,8 @@ async def recover(
             checked = checks.get(key)
             if isinstance(checked, Checksums):
                 file.restore(checked)
+            elif checked is _STAGED:
+                file.restore_staged()
             elif checked is not None:
                 problems.append((file, checked))
         _handle_problems(rank, problems, saves)
@@ -158,7 +170,7 @@ async def _add_copy(
 async def _restore_replica(
     state: RankState,
     spool_files: Mapping[str, SpoolFile | PannierError],
-    checks: Mapping[str, Checksums | PannierError],
+    checks: Mapping[str, "Checksums | PannierError | _Staged"],
     journal: JournalState,
     mapped: MappedFiles,
     replicas: HeldReplicas,
@@ -194,20 +206,34 @@ def _adopt(spool: Spool, state: RankState, file: FileState) -> SpoolFile | Panni
         return error
 
 
-def _verify(file: FileState, spool_file: SpoolFile | PannierError) -> Checksums | PannierError:
-    """Reads all bytes that the journal records; returns their checksums, or what is wrong."""
+def _verify(
+    file: FileState, spool_file: SpoolFile | PannierError
+) -> Checksums | PannierError | _Staged:
+    """Reads all bytes that the journal records; returns their checksums, or what is wrong.
+
+    What a trainer has staged is read by its upload alone, unless it may have been lost with a boot.
+    """
     if not isinstance(spool_file, SpoolFile):
         return spool_file
-    found = Checksums()
-    while found.size < file.held:
+    if file.crc32c is None:
+        if file.boot_id == boot_clock.boot_id():
+            return _STAGED
+        return IntegrityError(
+            f"the spool file {spool_file.path} was staged before this host was started again, and not "
+            "uploaded: no checksum tells whether all of it was on disk by then"
+        )
+    taken = RunningChecksums()
+    buffer = memoryview(bytearray(_READ_BYTES))
+    while taken.size < file.held:
         try:
-            length = min(_READ_BYTES, file.held - found.size)
-            piece = os.pread(spool_file.fd, length, found.size)
+            piece = buffer[: file.held - taken.size]
+            count = os.preadv(spool_file.fd, [piece], taken.size)
         except OSError as error:
             return PannierError(f"the spool file {spool_file.path} can't be read: {error}")
-        if not piece:
+        if not count:
             break
-        found = found.followed_by(memoryview(piece))
+        taken.add(piece[:count])
+    found = taken.result()
     if found.size < file.held or found.whole != file.crc32c:
         return IntegrityError(
             f"the first {file.held} bytes of the spool file {spool_file.path} have crc32c "
@@ -283,7 +309,10 @@ def _data_file(
         label=f"{recorded.name} of {rank.label}",
         stamp=recorded.stamp,
     )
-    file.restore(Checksums(recorded.held, recorded.crc32c, recorded.blocks))
+    if recorded.crc32c is None:
+        file.restore_staged()
+    else:
+        file.restore(Checksums(recorded.held, recorded.crc32c, recorded.blocks))
     if recorded.durable:
         file.upload.restore_durable(file.size)
     return file

@@ -162,10 +162,10 @@ class Uploader:
                 info = await store.upload(
                     file.name, SpoolSource(file), progress=progress, retried=retried
                 )
-            if info.size != file.size or info.crc32c not in (None, file.crc):
+            if info.size != file.size or info.crc32c not in (None, file.checksums.whole):
                 raise IntegrityError(
                     f"the store has {info.size} bytes with crc32c {info.crc32c}, the spool "
-                    f"{file.size} with {file.crc}"
+                    f"{file.size} with {file.checksums.whole}"
                 )
             await file.check_stamp()
             await self._journal.record_durable(rank, file)
@@ -180,8 +180,7 @@ class Uploader:
         done = await asyncio.gather(*self._uploads.get(rank, {}).values())
         if not all(done):
             return
-        receipt = rank.receipt
-        assert receipt is not None
+        receipt = rank.complete_receipt()
 
         async def write() -> None:
             fault_points.point("sidecar.receipt.before")
@@ -253,10 +252,11 @@ class Uploader:
 
     async def _keep(self, rank: RankSave, released: Mapping[str, SpoolFile | None]) -> bool:
         """Makes the files of a committed save a local copy; False: they aren't needed."""
-        outcome, receipt = rank.save.outcome, rank.receipt
+        outcome = rank.save.outcome
         committed = outcome is not None and outcome.state == save_pb2.SAVE_STATE_COMMITTED
-        if not committed or receipt is None:
+        if not committed or rank.receipt is None:
             return False
+        receipt = rank.complete_receipt()
         files = [
             LocalFile(each, spool_file, rank.files[each.name].stamp)
             for each in receipt.files

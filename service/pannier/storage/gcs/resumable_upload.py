@@ -1,5 +1,6 @@
 """One resumable upload: a file is sent in chunks, possibly while it still grows.
 
+The last chunk is read before it is sent, since its request has the checksum of the whole.
 After a failure the upload resumes at the offset that the server reports. The object becomes visible with
 its last chunk.
 """
@@ -7,7 +8,7 @@ its last chunk.
 import base64
 import json
 from collections.abc import Callable, Coroutine
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from pannier.storage.base import NotFoundError, Progress, Retried, Source, StorageError
 from pannier.storage.gcs.http import Answer, GcsConnection
@@ -88,12 +89,10 @@ class ResumableUpload:
             held = 0
             while True:
                 end = min(held + _CHUNK, self._size)
-                file = await reader.file(end)
-                headers = {}
-                if end == self._size:
-                    # With it the server refuses an object of another checksum.
-                    headers["X-Goog-Hash"] = f"crc32c={encode_crc(await self._source.crc32c())}"
-                reached = await self._send(file, held, end, headers)
+                if end < self._size:
+                    reached = await self._send_next(reader, held, end)
+                else:
+                    reached = await self._send_last(reader, held)
                 if isinstance(reached, dict):
                     return reached
                 if reached < held:
@@ -103,6 +102,21 @@ class ResumableUpload:
         except BaseException:
             await clean_up(self._cancel(), "an upload session may be left")
             raise
+
+    async def _send_next(self, reader: SourceReader, start: int, end: int) -> int | dict[str, Any]:
+        file = await reader.file(end)
+        return await self._send(
+            start, end, lambda at: FromSpool(file, at, end - at, reader.note), {}
+        )
+
+    async def _send_last(self, reader: SourceReader, start: int) -> int | dict[str, Any]:
+        buffer = bytearray(self._size - start)
+        await reader.fill(memoryview(buffer), start)
+        # With it the server refuses an object of another checksum.
+        headers = {"X-Goog-Hash": f"crc32c={encode_crc(await reader.confirm())}"}
+        return await self._send(
+            start, self._size, lambda at: Slices(memoryview(buffer)[at - start :]), headers
+        )
 
     def _note_loss(self, held: int, reached: int) -> None:
         self._behind += 1
@@ -136,9 +150,13 @@ class ResumableUpload:
         return location
 
     async def _send(
-        self, file: IO[bytes], start: int, end: int, headers: dict[str, str]
+        self, start: int, end: int, body: Callable[[int], Body], headers: dict[str, str]
     ) -> int | dict[str, Any]:
-        """Sends the chunk; returns the number of bytes that the server holds then, or the object."""
+        """Sends the chunk; returns the number of bytes that the server holds then, or the object.
+
+        Args:
+            body: of its bytes from an offset in the file on.
+        """
         uncertain = False
 
         async def once() -> int | dict[str, Any]:
@@ -151,7 +169,7 @@ class ResumableUpload:
                 at = state
             uncertain = True
             span = f"bytes {at}-{end - 1}/{self._size}"
-            state = self._state(await self._put(FromSpool(file, at, end - at), span, headers))
+            state = self._state(await self._put(body(at), span, headers))
             if state == at:
                 raise TransientError(f"{self._what}: the server accepted no bytes of {span}")
             return state

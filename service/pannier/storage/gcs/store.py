@@ -130,10 +130,10 @@ class GcsStore(Store):
                     retried=note,
                 )
                 resource = await upload.run(reader, progress)
-                crc = await source.crc32c()
+                crc = await reader.finish()
             info = self._info(resource)
         except (PreconditionError, UnclearError) as error:
-            crc = await source.crc32c()
+            crc = await reader.finish()
             there = await self.stat(key)
             if there is None:
                 raise UnsettledError(f"{error}; the object does not exist") from error
@@ -145,7 +145,7 @@ class GcsStore(Store):
                 ) from None
             info = there
         except ChecksumRefusedError as error:
-            sent = await source.crc32c()
+            sent = await reader.finish()
             raise IntegrityError(f"{error} The sender's is {sent:08x}.") from error
         finally:
             reader.close()

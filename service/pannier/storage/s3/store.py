@@ -101,20 +101,21 @@ class S3Store(Store):
         reader = SourceReader(source)
         ours, answered = True, f"{self._what(key)} was uploaded"
         try:
-            if source.size <= BUFFER:
-                data = Part(source.size)
-                await reader.fill(memoryview(data), 0)
-                crc = await reader.confirm()
-                await self._put(key, data, crc, {"IfNoneMatch": "*"}, retried)
-            else:
-                await self._upload_parts(key, source.size, reader, progress, retried)
-        except PreconditionError as error:
-            ours, answered = False, str(error)
+            try:
+                if source.size <= BUFFER:
+                    data = Part(source.size)
+                    await reader.fill(memoryview(data), 0)
+                    crc = await reader.confirm()
+                    await self._put(key, data, crc, {"IfNoneMatch": "*"}, retried)
+                else:
+                    await self._upload_parts(key, source.size, reader, progress, retried)
+            except PreconditionError as error:
+                ours, answered = False, str(error)
+            crc = await reader.finish()
         except ChecksumRefusedError as error:
             raise IntegrityError(str(error)) from error
         finally:
             reader.close()
-        crc = await source.crc32c()
         info = await self.stat(key)
         if info is None:
             raise UnsettledError(f"{answered}; the object does not exist")
