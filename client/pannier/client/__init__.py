@@ -17,7 +17,7 @@ the program's own handlers put records of the logger ``pannier``, at the level t
 
 import builtins
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,8 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from pannier.client.client import Client, close, default_client
+from pannier.client.conversion.export import FORMAT, MAX_FILE_BYTES, ExportResult, Progress
+from pannier.client.conversion.export import export as export_checkpoint
 from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.handle import SaveHandle, SaveResult, SaveStatus
 from pannier.client.loading import catalog
@@ -326,6 +328,64 @@ def list(
     return catalog.list_checkpoints(root, storage_options=storage_options)
 
 
+def export(
+    checkpoint_id: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    format: str = FORMAT,
+    prefix: str = "",
+    keys: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+    dtype: torch.dtype | str | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> ExportResult:
+    """Writes tensors of a checkpoint as safetensors files, which Hugging Face's libraries read.
+
+    For a process that doesn't train: ``pannier export`` does the same from a shell. Needs ``pannier[export]``, and
+    memory for three times the largest file: torch's ``HuggingFaceStorageWriter``, which writes them, has a file's
+    tensors, and its bytes twice, in memory at a time. The directory appears when all is written and synced.
+
+    A tensor that the checkpoint has under two keys (tied weights) is written twice, unless one is
+    excluded.
+
+    Args:
+        checkpoint_id: directory of a DCP checkpoint, Pannier's or another: a path or a URL.
+        directory: local; must not exist, or be empty.
+        format: ``"safetensors"``.
+        prefix: takes the keys that begin with it, and removes it from their names: ``"model."``.
+        keys: names, or patterns with shell wildcards, of which tensors to take; compared without the prefix.
+            Default: all.
+        exclude: the same, for what to leave out of those.
+        dtype: of all floating-point tensors, or its name: ``"bfloat16"``. Default: as they are stored.
+        max_file_bytes: most bytes of tensors in a file, by default 2 GB; a larger tensor has a file of its own.
+        storage_options: of the fsspec file system. Default: from the environment.
+        progress: called with the bytes of tensors that were read, and of all.
+
+    Raises:
+        PannierError: an earlier save failed and its error was not retrieved.
+        InvalidRequestError: an argument can't be accepted; a value that was chosen is no tensor that
+            safetensors can hold, named by its key; the directory isn't empty; this is a rank of a process group.
+        ConfigurationError: safetensors isn't installed.
+        StorageError: there is no such checkpoint, or it can't be read; the directory can't be written.
+        IntegrityError: a part of a tensor is missing, or bytes are not what they should be.
+    """
+    return export_checkpoint(
+        checkpoint_id,
+        directory,
+        format=format,
+        prefix=prefix,
+        keys=keys,
+        exclude=exclude,
+        dtype=dtype,
+        max_file_bytes=max_file_bytes,
+        storage_options=storage_options,
+        progress=progress,
+        before=raise_unretrieved,
+    )
+
+
 __all__ = [
     "Advice",
     "BusyError",
@@ -334,6 +394,7 @@ __all__ = [
     "Client",
     "ConfigurationError",
     "DeadlineError",
+    "ExportResult",
     "Guard",
     "InDoubtError",
     "IntegrityError",
@@ -356,6 +417,7 @@ __all__ = [
     "close",
     "configure",
     "default_client",
+    "export",
     "guard",
     "latest",
     "list",

@@ -6,8 +6,17 @@ In: bytes by label, as they come. Out: renderables for :mod:`rich`. Not thread-s
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol, TypeVar
 
-from rich.console import RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
@@ -30,6 +39,16 @@ class _Rank(Protocol):
 
 
 _R = TypeVar("_R", bound=_Rank)
+
+
+def reading_bar() -> Progress:
+    """The bar of a command that reads a checkpoint, on standard error; none where that is no terminal.
+
+    It is gone at the end.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 class Bars:

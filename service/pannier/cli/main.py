@@ -31,6 +31,7 @@ _SUMMARIES: Final = {
     "rm": "Remove one checkpoint.",
     "gc": "Remove what crashed, aborted and overwritten saves left behind.",
     "verify": "Re-read a checkpoint and compare it with its receipts.",
+    "export": "Write a checkpoint's tensors as safetensors files.",
 }
 
 

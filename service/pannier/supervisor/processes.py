@@ -49,7 +49,7 @@ def start_command(command: Sequence[str], environment: dict[str, str]) -> ChildP
         stdin=subprocess.DEVNULL,
         # Ctrl-C goes to the supervisor only, which stops the daemons in order.
         start_new_session=True,
-        preexec_fn=_child_setup(os.getpid(), signal.SIGTERM),
+        preexec_fn=child_setup(os.getpid(), signal.SIGTERM),
     )
 
 
@@ -86,7 +86,7 @@ def fork(run: Callable[[], int]) -> ChildProcess:
     The copy shares the memory of imported modules with this process, and is killed when this one
     dies. Call it while this process has one thread, and no gRPC object.
     """
-    setup = _child_setup(os.getpid(), signal.SIGKILL)
+    setup = child_setup(os.getpid(), signal.SIGKILL)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -239,8 +239,12 @@ def ending(code: int) -> str:
     return f"exit status {code}"
 
 
-def _child_setup(parent: int, on_death: signal.Signals) -> Callable[[], None]:
-    """Returns what a child runs first: it unblocks signals, and gets ``on_death`` when the supervisor dies."""
+def child_setup(parent: int, on_death: signal.Signals) -> Callable[[], None]:
+    """Returns what a child runs first: it unblocks signals, and gets ``on_death`` when the parent dies.
+
+    Args:
+        parent: the process id of the parent, which may have died before the child ran.
+    """
     prctl = ctypes.CDLL(None).prctl
 
     def setup() -> None:

@@ -4,11 +4,10 @@ import asyncio
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
 from pannier.cli import output
+from pannier.cli.bars import reading_bar
 from pannier.cli.errors import NEGATIVE, OK
 from pannier.cli.options import Location, output_options, storage_options
 from pannier.cli.table import Column, Fit, Table
@@ -51,11 +50,9 @@ def command(
 
 async def _verify(checkpoint_id: str, options: dict[str, Any]) -> VerifyResult:
     store = open_store(checkpoint_id, storage_options=options)
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:
-        # Gone at the end, and nothing at all when standard error isn't a terminal.
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=None, visible=bar.console.is_terminal)
+        with reading_bar() as bar:
+            task = bar.add_task("", total=None)
             return await verify(
                 store,
                 progress=lambda count, total: bar.update(task, advance=count, total=total),

@@ -1,0 +1,1 @@
+"""Checkpoints in the files of other programs, made outside training."""
