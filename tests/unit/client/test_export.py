@@ -243,6 +243,31 @@ def test_tied_weights_are_written_under_both_names_or_one(tmp_path: Path) -> Non
     assert torch.equal(one["head"].weight, model["head"].weight)
 
 
+def test_transformers_loads_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    state = {"model": model.state_dict(), "step": 1}
+    dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    choices: list[dict[str, Any]] = [{"max_file_bytes": 4000}, {"exclude": ["lm_head.weight"]}]
+    for number, choice in enumerate(choices):
+        out = tmp_path / f"out-{number}"
+        client.export(tmp_path / "step-1", out, prefix="model.", **choice)
+        config.save_pretrained(out)
+        again, info = transformers.LlamaForCausalLM.from_pretrained(out, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        assert_same(again.state_dict(), model.state_dict())
+
+
 # Files and memory.
 
 
