@@ -10,6 +10,9 @@ STUBS_INSTALLED := $(STUBS_VENV)/.installed
 XLA_VENV := .venv-xla
 XLA_BIN := $(XLA_VENV)/bin
 XLA_INSTALLED := $(XLA_VENV)/.installed
+FRAMEWORKS_VENV := .venv-frameworks
+FRAMEWORKS_BIN := $(FRAMEWORKS_VENV)/bin
+FRAMEWORKS_INSTALLED := $(FRAMEWORKS_VENV)/.installed
 # Of torch, for `make test-torch`: the newest there is.
 VERSION := 2.15.0
 TORCH_VENV := .venv-torch-$(VERSION)
@@ -25,7 +28,7 @@ generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all pytest lint format stubs check-stubs check-words docs demo-xla test-xla test-torch chaos bench pictures tools images lock clean distclean
+.PHONY: help demo test test-all pytest lint format stubs check-stubs check-words docs demo-xla test-xla test-torch test-frameworks chaos bench pictures tools images lock clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,8 +49,9 @@ test-all: lint  ## The same, with pods, Slurm, browser, dashboard and more chaos
 # Most of a test's time is waiting: more files run at a time than a small machine has cores.
 # Slow files go first (deploy, faults, integration); by default those with the most tests would.
 WORKERS ?= 6
-# Compiling for XLA isn't waiting.
+# Neither compiling for XLA nor importing a framework is waiting.
 XLA_WORKERS ?= 2
+FRAMEWORKS_WORKERS ?= 2
 pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k cli"
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -69,6 +73,10 @@ test-xla: $(XLA_INSTALLED)  ## The tests of torch_xla, and the client's with tor
 test-torch: $(TORCH_VENV)/.installed  ## The client's tests with another torch, VERSION=2.15.0; takes 7 GB
 	$(TORCH_VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/torch --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		$(or $(ARGS),$(WITH_TORCH))
+
+test-frameworks: $(FRAMEWORKS_INSTALLED)  ## The adapters with the frameworks that they are for: torchtitan, Lightning, ...; takes 3 GB
+	$(FRAMEWORKS_BIN)/python -m pytest -o cache_dir=.pytest_cache/frameworks --numprocesses $(FRAMEWORKS_WORKERS) --dist loadfile \
+		--no-loadscope-reorder $(or $(ARGS),tests/frameworks)
 
 lint: $(INSTALLED) check-stubs check-words  ## Style, types, import layers, protos, freshness of the stubs, words
 	$(BIN)/ruff check
@@ -142,7 +150,7 @@ images:  ## Build both container images as root, without a registry, and show th
 		{ echo 'no images: $(IMAGE_TOOLS) are neither installed nor can they be' >&2; exit 0; }; \
 	deploy/images/build.sh && sync
 
-lock:  ## Resolve pyproject.toml again and rewrite requirements.lock and requirements-xla.lock
+lock:  ## Resolve pyproject.toml again and rewrite requirements.lock and those beside it
 	rm -rf .venv-lock
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/$(PIP) install --quiet -e '.[dev]' hatchling==1.33.0
@@ -157,13 +165,21 @@ lock:  ## Resolve pyproject.toml again and rewrite requirements.lock and require
 		| sed -E '/^(nvidia-|cuda-|triton)/d' | grep -v -x -F -f requirements.lock >> requirements-xla.lock.new
 	mv requirements-xla.lock.new requirements-xla.lock
 	rm -rf .venv-lock
+	$(PYTHON) -m venv .venv-lock
+	grep -v -E '^(fsspec|gcsfs|s3fs)==' requirements.lock > .venv-lock/constraints.txt
+	.venv-lock/bin/$(PIP) install --quiet -c .venv-lock/constraints.txt -r tests/frameworks/requirements.txt -e '.[dev]'
+	sed -n '/^#/p' requirements-frameworks.lock > requirements-frameworks.lock.new
+	.venv-lock/bin/$(PIP) freeze --exclude-editable | sed -E -e '/^(nvidia-|cuda-|triton)/d' -e 's/^(torch==[^+]*).*/\1/' \
+		| grep -v -x -F -f requirements.lock >> requirements-frameworks.lock.new
+	mv requirements-frameworks.lock.new requirements-frameworks.lock
+	rm -rf .venv-lock
 
 clean:  ## Remove caches and results, but not the environments
 	rm -rf build dist bench-results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find proto client service tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## Remove the environments too
-	rm -rf $(VENV) $(STUBS_VENV) $(XLA_VENV) .venv-torch-* .venv-system
+	rm -rf $(VENV) $(STUBS_VENV) $(XLA_VENV) $(FRAMEWORKS_VENV) .venv-torch-* .venv-system
 
 $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -183,6 +199,17 @@ $(XLA_INSTALLED): requirements.lock requirements-xla.lock pyproject.toml
 		| cat - requirements-xla.lock > $(XLA_VENV)/requirements.txt
 	$(XLA_BIN)/$(PIP) install --quiet -r $(XLA_VENV)/requirements.txt
 	$(XLA_BIN)/$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+# The same with requirements-frameworks.lock. A CPU build of torch comes without triton, which torchtitan imports.
+$(FRAMEWORKS_INSTALLED): requirements.lock requirements-frameworks.lock pyproject.toml
+	@test -x $(FRAMEWORKS_BIN)/python || $(PYTHON) -m venv $(FRAMEWORKS_VENV)
+	sed -n 's/^\([^#=]*==\).*/^\1/p' requirements-frameworks.lock | grep -v -i -f - requirements.lock \
+		| cat - requirements-frameworks.lock > $(FRAMEWORKS_VENV)/requirements.txt
+	$(FRAMEWORKS_BIN)/$(PIP) install --quiet -r $(FRAMEWORKS_VENV)/requirements.txt
+	@$(FRAMEWORKS_BIN)/python -c 'import triton' 2> /dev/null || $(FRAMEWORKS_BIN)/$(PIP) install --quiet --no-deps triton==3.6.0
+	$(FRAMEWORKS_BIN)/$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@sync
 	@touch $@
 
 # The versions of requirements.lock, but for torch and what it depends on.

@@ -1,0 +1,1 @@
+"""Adapters to training frameworks: one module for each, which imports it."""

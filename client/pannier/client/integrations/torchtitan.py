@@ -1,0 +1,105 @@
+"""torchtitan's checkpointer: its ``CheckpointManager``, saving and loading with Pannier.
+
+In: torchtitan's states and settings, on all ranks. Out: ``<folder>/step-N``, committed in the background.
+torchtitan decides when to save and what; which checkpoint is the newest, and which are removed, is Pannier's
+to say. safetensors are torchtitan's own matter. For torchtitan 0.3.
+"""
+
+import contextlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtitan.components import checkpointer
+from torchtitan.components.checkpointer import MODEL, AsyncMode
+from torchtitan.tools.utils import GarbageCollection
+
+from pannier import client
+
+
+class CheckpointManager(checkpointer.CheckpointManager):
+    """For ``Trainer.Config.checkpoint``: ``CheckpointManager.Config(enable=True, folder="gs://bucket/run")``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(checkpointer.CheckpointManager.Config):
+        """torchtitan's settings, but for ``keep_latest_k``, which must be 0."""
+
+        keep_latest_k: int = 0
+        """The coordinator removes checkpoints: see ``PANNIER_KEEP_NEWEST``."""
+
+        def __post_init__(self) -> None:
+            checkpointer.CheckpointManager.Config.__post_init__(self)
+            if self.keep_latest_k:
+                raise ValueError(
+                    f"checkpoint.keep_latest_k={self.keep_latest_k} would remove checkpoints that are newer than "
+                    "the newest committed one: set it to 0, and PANNIER_KEEP_NEWEST (or `pannier coordinator "
+                    f"--keep-newest`) to {self.keep_latest_k}"
+                )
+
+    save_future: Any
+
+    def __init__(self, config: Config, *, optimizers: Any, **components: Any) -> None:
+        super().__init__(config, optimizers=optimizers, **components)
+        # One that is there isn't made, in pinned pages of its own. It is closed at the end.
+        self.stager = contextlib.ExitStack()
+        if config.enable:
+            for optimizer in optimizers:
+                # torchtitan itself waits for the copy before it steps.
+                client.guard(optimizer, wait=False)
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> client.SaveHandle | None:
+        """A handle, which is what torchtitan wants in either async mode; None: it is committed."""
+        if to_hf:
+            super().dcp_save(
+                state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
+            )
+            return None
+        handle = None
+        if async_mode == AsyncMode.DISABLED:
+            client.save(state_dict, checkpoint_id=checkpoint_id)
+        else:
+            pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+            staging = "overlapped" if pinned else "blocking"
+            handle = client.async_save(state_dict, checkpoint_id=checkpoint_id, staging=staging)
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return handle
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """Loads in place, from the nearest copy."""
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        client.load(state_dict, checkpoint_id=checkpoint_id)
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The step of the newest save that is committed, or was ingested when the job was killed."""
+        newest = client.latest(folder or self.folder, include="ingested")
+        if newest is None:
+            return -1
+        step = re.search(r"/step-(\d+)$", newest)
+        if step is None:
+            raise ValueError(f"the newest checkpoint, {newest}, is none of torchtitan's: step-N")
+        return int(step[1])
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        # Saves overlap; torchtitan would wait for the earlier one. Its error is raised all the same.
+        earlier, self.save_future = self.save_future, None
+        saved = bool(super()._save(curr_step, last_step))
+        self.save_future = self.save_future or earlier
+        if saved and last_step:
+            client.wait_all()
+        return saved

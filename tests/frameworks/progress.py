@@ -1,0 +1,44 @@
+"""In a program that trains: what its model and optimizer are after each step, and where it waits for its test.
+
+``PAUSE_AFTER=3,5`` lets every rank wait after these steps until the file ``<GO>/<step>`` is there.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from support.states.bits import bits, parts
+
+
+def resumed(step: int) -> None:
+    """Training begins after this step; 0: it is new."""
+    print(f"resumes after {step}", flush=True)
+
+
+def stepped(step: int, tensors: Iterable[torch.Tensor]) -> None:
+    """Reports a step with a digest of all bits of this rank's tensors, and waits where the test wants it."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        for part in parts(tensor):
+            digest.update(bits(part))
+    print(f"step {step} {digest.hexdigest()}", flush=True)
+    if str(step) in os.environ.get("PAUSE_AFTER", "").split(","):
+        while not (Path(os.environ["GO"]) / str(step)).exists():
+            time.sleep(0.01)
+
+
+def tensors_of(
+    model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> list[torch.Tensor]:
+    """The model's parameters and buffers and the optimizers' state, in a fixed order."""
+    found = [*model.parameters(), *model.buffers()]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                found += [state[name] for name in sorted(state) if torch.is_tensor(state[name])]
+    return found
