@@ -1,4 +1,5 @@
 import copy
+import gc
 import json
 import pickle
 import re
@@ -84,6 +85,45 @@ def test_stateful_objects_load_themselves(checkpoint: Path) -> None:
     load({"deep": counter}, checkpoint_id=str(checkpoint))
     assert counter.loaded["name"] == "x"
     assert torch.equal(counter.loaded["b"], torch.ones(2))
+
+
+def test_full_garbage_collections_wait_for_the_end_of_loads(checkpoint: Path) -> None:
+    seen = []
+
+    class Watching:
+        def state_dict(self) -> dict[str, Any]:
+            seen.append(gc.get_threshold())
+            load({"w": torch.zeros(6)}, checkpoint_id=checkpoint)
+            seen.append(gc.get_threshold())
+            return {"b": torch.zeros(2)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ZeroDivisionError
+
+    before = gc.get_threshold()
+    with pytest.raises(ZeroDivisionError):
+        load({"deep": Watching()}, checkpoint_id=checkpoint)
+    assert gc.get_threshold() == before
+    assert [each[:2] for each in seen] == [before[:2]] * 2
+    assert all(each[2] > 1 << 30 for each in seen)
+
+
+def test_thresholds_that_the_users_code_sets_meanwhile_stay(checkpoint: Path) -> None:
+    before = gc.get_threshold()
+
+    class Tuning:
+        def state_dict(self) -> dict[str, Any]:
+            gc.set_threshold(50_000, 5, 7)
+            return {"b": torch.zeros(2)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    try:
+        load({"deep": Tuning()}, checkpoint_id=checkpoint)
+        assert gc.get_threshold() == (50_000, 5, 7)
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_converts_to_the_targets_dtype(checkpoint: Path) -> None:

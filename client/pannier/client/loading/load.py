@@ -6,10 +6,12 @@ In: a state dict to fill. Out: the same, filled in place, with DCP's resharding.
 
 import collections
 import contextlib
+import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from pannier.client import torch_compat
 from pannier.client.config import check_timeout
@@ -44,7 +47,42 @@ Reporting = Callable[[LoadProgress], contextlib.AbstractContextManager[None]]
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes)
 """Types of objects that take no tensor."""
+_NOT_STATEFUL: Final = (torch.Tensor, torch.nn.Parameter, DTensor, dict, *_PLAIN)
+"""Types of values that load nothing themselves."""
+_NEVER: Final = 2**31 - 1
+"""A threshold of the garbage collector."""
 _recent_s: Final[collections.deque[float]] = collections.deque(maxlen=RECENT)
+
+
+class _FullCollections:
+    """Puts off full garbage collections while a thread is in its context; young objects are collected as ever.
+
+    What is planned for tens of thousands of tensors is kept: the collector would look at all objects of the
+    process again and again, which takes as long as the rest of such a load. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._threshold = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                young, middle, self._threshold = gc.get_threshold()
+                gc.set_threshold(young, middle, _NEVER)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            young, middle, threshold = gc.get_threshold()
+            # Unless the user's code has set another one meanwhile.
+            if not self._inside and threshold == _NEVER:
+                gc.set_threshold(young, middle, self._threshold)
+
+
+_full_collections: Final = _FullCollections()
 
 
 def recent_seconds() -> list[float]:
@@ -115,7 +153,7 @@ def load(
         checkpoint_id=named,
     )
     ranks.show_waits(progress.waiting)
-    with _tracked(progress, reporting), ranks:
+    with _full_collections, _tracked(progress, reporting), ranks:
         reader = _make_readers(ranks, make)
         try:
             progress.begin(load_progress.RESOLVING)
@@ -222,7 +260,7 @@ def _fill(
         # Sorted, so that collectives in a state_dict() are called in the same order on all ranks.
         for key in sorted(state_dict):
             value = state_dict[key]
-            values[key] = value.state_dict() if isinstance(value, Stateful) else value
+            values[key] = value.state_dict() if _is_stateful(value) else value
         metadata = reader.read_metadata()
         try:
             planner.set_up_planner(values, metadata, ranks.is_first)
@@ -245,10 +283,15 @@ def _fill(
     ranks.together(READ, read, lambda _: None)
     for key, value in values.items():
         target = state_dict.get(key)
-        if isinstance(target, Stateful):
+        if _is_stateful(target):
             target.load_state_dict(value)
         else:
             state_dict[key] = value
+
+
+def _is_stateful(value: object) -> TypeGuard[Stateful]:
+    # Of a protocol, isinstance looks at all attributes of a type, 50 of them for a tensor.
+    return type(value) not in _NOT_STATEFUL and isinstance(value, Stateful)
 
 
 def _misfit(values: dict[str, Any], metadata: Metadata) -> str:

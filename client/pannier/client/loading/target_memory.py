@@ -47,8 +47,10 @@ def _extent(target: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     if target.device.type != "cpu" or not target.numel():
         return 0, 0
-    last = sum((size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True))
     start = target.data_ptr()
+    if target.is_contiguous():
+        return start, start + target.nbytes
+    last = sum((size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True))
     return start, start + (last + 1) * target.element_size()
 
 
