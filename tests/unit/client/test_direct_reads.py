@@ -54,14 +54,24 @@ class SharedSources(sources.Sources):
         return False
 
 
-@pytest.fixture(params=["in parts", "together", "shared"])
+class FarSources(sources.Sources):
+    """Each read is a request to another host."""
+
+    def is_near(self, name: str) -> bool:
+        return False
+
+
+@pytest.fixture(params=["in parts", "together", "shared", "far"])
 def request_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts, and shared: every archive is longer than a request, as if it were a large one."""
+    """In parts, shared and far: every archive is longer than a request, as if it were a large one."""
     if request.param != "together":
         monkeypatch.setattr(sources, "LOCAL_REQUEST_BYTES", 100)
     if request.param == "shared":
         monkeypatch.setattr(sources, "REMOTE_REQUEST_BYTES", 100)
         monkeypatch.setattr(storage_reader, "Sources", SharedSources)
+    if request.param == "far":
+        monkeypatch.setattr(sources, "REMOTE_REQUEST_BYTES", 800)
+        monkeypatch.setattr(storage_reader, "Sources", FarSources)
 
 
 @pytest.mark.usefixtures("request_bytes")
@@ -457,7 +467,18 @@ def test_large_tensors_are_read_in_parts_from_other_storage(
     fs = fsspec.filesystem("memory")
     for file in tmp_path.iterdir():
         fs.pipe_file(f"/direct/step/{file.name}", file.read_bytes())
+    requested: list[int] = []
+    original = StorageDir.read_into
+
+    def recording(place: StorageDir, name: str, offset: int, target: memoryview) -> None:
+        requested.append(len(target))
+        original(place, name, offset, target)
+
+    monkeypatch.setattr(StorageDir, "read_into", recording)
     got = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
     dcp.load(got, storage_reader=StorageReader("memory://direct/step"), no_dist=True)
     assert differences(got, want) == []
     assert bits(got["w"]) == bits(want["w"])
+    # The first one has the head, too, and the last one the small tensor.
+    assert len(requested) == -(-want["w"].nbytes // (1 << 20))
+    assert max(requested) <= 1 << 20

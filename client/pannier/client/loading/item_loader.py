@@ -9,12 +9,10 @@ name the item, the file and the bytes. Blocking; for one load of one rank.
 """
 
 import io
-import posixpath
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -36,31 +34,6 @@ from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierErro
 
 _TARGETS: Final = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
 """Methods by which a DefaultLoadPlanner hands out its tensors."""
-
-
-def locate(item: ReadItem, metadata: Metadata, url: str) -> Range:
-    """The bytes that hold an item of the checkpoint at ``url``.
-
-    Raises InvalidRequestError: they can't be read here.
-    """
-    info = metadata.storage_data.get(item.storage_index)
-    what = f"{item.storage_index.fqn!r} of {url}"
-    if not isinstance(info, torch_compat.StorageInfo):
-        raise InvalidRequestError(
-            f"{what} is stored in a way that Pannier can't read: {info!r:.120}"
-        )
-    transforms = getattr(info, "transform_descriptors", None)
-    if transforms:
-        raise InvalidRequestError(
-            f"{what} was transformed by {list(transforms)} when it was saved; load it "
-            "with torch's FileSystemReader and the extensions that it was saved with"
-        )
-    path = _normal(info.relative_path)
-    if path is None:
-        raise InvalidRequestError(f"{what} lies outside the checkpoint, in {info.relative_path}")
-    if info.offset < 0 or info.length < 0:
-        raise InvalidRequestError(f"{what} has an invalid offset or length: {info}")
-    return Range(path, info.offset, info.length)
 
 
 class ItemLoader:
@@ -119,7 +92,7 @@ class ItemLoader:
 
         sources = self._sources
         expected = archive_layout.expect_item(self._metadata, source.length, item)
-        if expected is not None and sources.is_shared(source.file):
+        if expected is not None and not sources.is_near(source.file):
             self._unproven[source] = expected
             return expected.tensor
         try:
@@ -171,8 +144,7 @@ class ItemLoader:
             yield from reads
             return
         head = bytearray(len(expected.head))
-        place = Range(source.file, source.offset, len(head))
-        yield Read(place, lambda _: None, memoryview(head))
+        yield self._head_read(source, memoryview(head))
         # One behind: whether a read is the last one shows when there is no other.
         waiting: list[Read | None] = []
         for each in reads:
@@ -185,6 +157,17 @@ class ItemLoader:
         yield from (
             each and _if_equal(head, expected.head, each, load_unexpected) for each in waiting
         )
+
+    def _head_read(self, source: Range, head: memoryview) -> Read:
+        place = Range(source.file, source.offset, len(head))
+        if self._sources.is_shared(source.file):
+            return Read(place, lambda _: None, head)
+
+        # Without a target: it is read together with the first part.
+        def use(content: memoryview) -> None:
+            head[:] = content
+
+        return Read(place, use)
 
     def _load_unexpected(
         self, source: Range, items: Sequence[ReadItem], targets: Mapping[int, torch.Tensor]
@@ -258,6 +241,8 @@ class ItemLoader:
         most = tensor.span
         if all(is_divisible(part.target) for part in parts):
             most = self._sources.request_bytes(source.file)
+            if (expected := self._unproven.get(source)) is not None:
+                most = max(1, most - len(expected.head))
         blocks = list(tensor.blocks(most))
         for number, (at, block) in enumerate(blocks, 1):
             span = Range(source.file, source.offset + block.offset, block.span)
@@ -432,13 +417,6 @@ def _if_equal(
 ) -> Read:
     """The read, which is used only if the bytes before it are as wanted."""
     return read._replace(use=lambda content: read.use(content) if found == wanted else otherwise())
-
-
-@lru_cache(maxsize=256)
-def _normal(path: str) -> str | None:
-    """A file's path in the checkpoint; None: it lies outside."""
-    path = posixpath.normpath(path)
-    return None if path.startswith(("/", "../")) or path in ("..", ".") else path
 
 
 def _is_intact(content: memoryview) -> bool:

@@ -105,6 +105,8 @@ class _Run:
     file: str
     offset: int
     end: int
+    in_blocks: bool
+    """Whether its file is read in blocks: see :class:`RangeSource`."""
     memory: memoryview = field(default_factory=lambda: memoryview(b""))
     requests: list["_Request"] = field(default_factory=list)
     """One for each of its pieces."""
@@ -126,15 +128,21 @@ class _Run:
     @property
     def count(self) -> int:
         """Of its pieces."""
-        return -(-self.end // PIECE_BYTES) - self.offset // PIECE_BYTES
+        shift = self._shift
+        return -(-(self.end - shift) // PIECE_BYTES) - (self.offset - shift) // PIECE_BYTES
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Start and end of each: between multiples of PIECE_BYTES, as blocks with checksums are."""
-        start = self.offset
+        """Start and end of each."""
+        start, shift = self.offset, self._shift
         while start < self.end:
-            end = min(self.end, (start // PIECE_BYTES + 1) * PIECE_BYTES)
+            end = min(self.end, ((start - shift) // PIECE_BYTES + 1) * PIECE_BYTES + shift)
             yield start, end
             start = end
+
+    @property
+    def _shift(self) -> int:
+        """Pieces end so far behind multiples of PIECE_BYTES, which blocks with checksums end at."""
+        return 0 if self.in_blocks else self.offset % PIECE_BYTES
 
     def is_done(self) -> bool:
         return all(request.is_done() for request in self.requests)
@@ -218,7 +226,7 @@ class _Requests:
                 self._open = request
             request.parts.append((start, run.memory[start - run.offset : end - run.offset]))
             run.requests.append(request)
-            if not self._source.reads_blocks(run.file):
+            if not run.in_blocks:
                 self._submit()
 
     def wait(self, run: _Run, index: KeyIndex) -> None:
@@ -284,7 +292,7 @@ def read_ranges(
         StorageError: a file can't be read, or ends too early.
     """
     index = index or KeyIndex({})
-    runs = _Runs(reads, request_bytes)
+    runs = _Runs(reads, request_bytes, source.reads_blocks)
     window: deque[_Run] = deque()
     buffers = _Buffers()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="pannier-read")
@@ -382,8 +390,13 @@ def in_parallel(
 class _Runs:
     """What is to be read next, made from the reads as it is asked for."""
 
-    def __init__(self, reads: Iterable[Read | None], most: Callable[[str], int]) -> None:
-        self._runs = _joined(reads, most)
+    def __init__(
+        self,
+        reads: Iterable[Read | None],
+        most: Callable[[str], int],
+        in_blocks: Callable[[str], bool],
+    ) -> None:
+        self._runs = _joined(reads, most, in_blocks)
         self._next: list[_Run | None] = []
 
     def has_next(self) -> bool:
@@ -400,7 +413,9 @@ class _Runs:
         self._next.clear()
 
 
-def _joined(reads: Iterable[Read | None], most: Callable[[str], int]) -> Iterator[_Run | None]:
+def _joined(
+    reads: Iterable[Read | None], most: Callable[[str], int], in_blocks: Callable[[str], bool]
+) -> Iterator[_Run | None]:
     run: _Run | None = None
     for each in reads:
         if run is not None and each is not None and _fits(run, each, most(run.file)):
@@ -413,7 +428,8 @@ def _joined(reads: Iterable[Read | None], most: Callable[[str], int]) -> Iterato
         if each is None:
             yield None
         else:
-            run = _Run([each], each.range.file, each.range.offset, each.range.end)
+            file, offset, _ = each.range
+            run = _Run([each], file, offset, each.range.end, in_blocks(file))
     if run is not None:
         yield run
 

@@ -25,7 +25,7 @@ from torch.futures import Future
 from pannier.client.loading import catalog, filesystem, metadata_reader, read_lease
 from pannier.client.loading.checksum_verifier import ChecksumVerifier, Receipts
 from pannier.client.loading.filesystem import StorageDir
-from pannier.client.loading.item_loader import ItemLoader, locate
+from pannier.client.loading.item_loader import ItemLoader
 from pannier.client.loading.metadata_reader import Generation, check_generations
 from pannier.client.loading.range_reader import (
     KeyIndex,
@@ -37,7 +37,7 @@ from pannier.client.loading.safe_unpickler import unpickle_metadata
 from pannier.client.restore import load_progress
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.local_file import LocalFile
-from pannier.client.restore.needed_spans import spans_of
+from pannier.client.restore.needed_spans import locate, spans_of
 from pannier.client.restore.restore_plan import LoadName, RankNeeds, RankPlan
 from pannier.client.restore.sources import Sharing, Sources
 from pannier.common import timeouts

@@ -18,12 +18,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 from pannier.client.config import Settings
 from pannier.client.loading.checksum_verifier import Receipts
 from pannier.client.loading.filesystem import StorageDir
-from pannier.client.loading.item_loader import locate
 from pannier.client.loading.range_reader import GAP_BYTES, Range, in_parallel
 from pannier.client.restore.host_copies import HostCopies, HostSurvey
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.local_file import LocalFile
-from pannier.client.restore.needed_spans import spans_of
+from pannier.client.restore.needed_spans import locate, spans_of
 from pannier.client.restore.restore_plan import (
     LoadName,
     RankNeeds,

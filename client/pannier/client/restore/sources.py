@@ -36,7 +36,7 @@ class RangeSource(Protocol):
     """Reads the files of a checkpoint. Thread-safe."""
 
     def reads_blocks(self, name: str) -> bool:
-        """Whether parts of a block of a file are read faster together."""
+        """Whether a file is read in blocks, each all at once: parts of one are read faster together."""
 
     def read_parts(self, name: str, parts: Sequence[Part]) -> None:
         """Fills the targets with a file's bytes, from each one's offset on. Raises StorageError."""
@@ -152,7 +152,7 @@ class Sources:
 
     def reads_blocks(self, name: str) -> bool:
         """See :class:`RangeSource`."""
-        return name in self._local
+        return name in self._local or self.is_shared(name)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Fills ``target`` with a file's bytes from ``offset`` on. Raises as reading from storage does."""
