@@ -201,6 +201,9 @@ def test_up_runs_both_daemons_for_this_user_alone(embedded: Path, tmp_path: Path
         for child in psutil.Process(process.pid).children():
             listening = [c for c in child.net_connections() if c.status == psutil.CONN_LISTEN]
             assert not listening, "an embedded daemon listens on TCP"
+            held = {file.path for file in child.open_files()}
+            assert str(embedded / "up.lock") not in held, "it would keep the next supervisor out"
+            assert os.readlink(f"/proc/{child.pid}/fd/0") == os.devnull
         sidecar = _child(process.pid, "sidecar")
         sidecar.kill()
         sidecar.wait(BOUND_S)

@@ -170,6 +170,33 @@ def test_ids_follow_from_the_save_and_are_never_another_ones() -> None:
     assert 0 < tracing.trace_id(saves[0]) < 1 << 128
 
 
+FORKED = """
+from pannier.common import tracing
+from pannier.supervisor.processes import fork
+from pannier.v1 import save_pb2
+
+def run():
+    with tracing.exporting("pannier-forked"):
+        save = save_pb2.SaveId(job="forked", incarnation="i", group="g", number=1)
+        tracing.export_save(save, tracing.Interval("save", 0, 1))
+    return 7
+
+assert fork(run).wait() == 7
+"""
+
+
+def test_a_forked_daemon_exports_its_last_spans(collector: Collector) -> None:
+    # Not by its timer, in the time that this takes.
+    environment = {**collector.environment(), "OTEL_BSP_SCHEDULE_DELAY": "600000"}
+    subprocess.run(
+        [sys.executable, "-c", FORKED],
+        env=clean_environment(environment),
+        timeout=BOUND_S,
+        check=True,
+    )
+    assert "pannier-forked" in {each.service for each in collector.spans()}
+
+
 def all_of(collector: Collector, save: save_pb2.SaveId, services: set[str]) -> list[Span]:
     """The save's, once they have come from all these."""
 

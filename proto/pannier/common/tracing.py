@@ -14,7 +14,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -77,6 +78,20 @@ def set_up(service: str, **resource: str) -> None:
                 "the environment enables traces, but %s is missing: pip install 'pannier[otel]'",
                 error.name,
             )
+
+
+@contextmanager
+def exporting(service: str, **resource: str) -> Iterator[None]:
+    """:func:`set_up` for a daemon; when the context ends, what is left is exported.
+
+    A daemon may be a forked process, which runs no exit handlers.
+    """
+    set_up(service, **resource)
+    try:
+        yield
+    finally:
+        if isinstance(_tracer, _Tracer):
+            _tracer.finish()
 
 
 def export_save(save: save_pb2.SaveId, own: Interval, parts: Sequence[Interval] = ()) -> None:
@@ -160,7 +175,7 @@ class _Tracer:
         self._ending, self._sent = threading.Event(), threading.Event()
         # While the interpreter exits, no thread can be started.
         threading.Thread(target=self._send_last, name="pannier-traces", daemon=True).start()
-        atexit.register(self._end)
+        atexit.register(self.finish)
 
     def export(
         self, save: save_pb2.SaveId, name: str, own: Interval | None, parts: Sequence[Interval]
@@ -181,7 +196,8 @@ class _Tracer:
         for part in parts:
             self._emit(part, inside, common)
 
-    def _end(self) -> None:
+    def finish(self) -> None:
+        """Exports what is left, within ``timeouts.TRACES_EXPORT_S``."""
         if os.getpid() != self._pid:
             # A forked child: the thread exists in the parent only.
             return

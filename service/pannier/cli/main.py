@@ -1,14 +1,14 @@
 """The root of the command line. In: ``sys.argv``. Out: a subcommand's output and an exit status.
 
-Subcommands are imported on use, so that ``--help`` is quick and ``pannier up``, the parent of
-long-lived processes, stays small.
+Subcommands are imported on use, so that ``--help`` is quick.
 """
 
 import difflib
 import importlib
 import os
 import sys
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NoReturn
 
 import click
 
@@ -80,11 +80,16 @@ def cli() -> None:
     """
 
 
-def main() -> None:
-    """Entry point of the ``pannier`` script."""
-    if not set(sys.argv[1:2]).intersection(_DAEMONS):
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the ``pannier`` script: runs a command, and exits with its status.
+
+    Args:
+        arguments: default: those of this process.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not set(words[:1]).intersection(_DAEMONS):
         # gRPC would print what is reported here in other words.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with report_errors():
-        code = cli.main(prog_name="pannier", standalone_mode=False)
+        code = cli.main(words, prog_name="pannier", standalone_mode=False)
     sys.exit(code if isinstance(code, int) else 0)

@@ -76,7 +76,6 @@ def run(config: CoordinatorConfig) -> int:
     Raises ConfigurationError when it can't listen or a planner can't be imported.
     """
     set_up_logging(config.log_format, daemon="coordinator", host=config.host)
-    tracing.set_up("pannier-coordinator", **{"host.name": config.host})
     raise_descriptor_limit()
     # Columns of a large job's plan take some MiB each: with pages of their own, clearing these would
     # cost as much as what is done with them.
@@ -85,7 +84,8 @@ def run(config: CoordinatorConfig) -> int:
     # coordinator's own objects hardly ever refer to each other in circles.
     gc.freeze()
     gc.set_threshold(_GARBAGE)
-    asyncio.run(_run(config))
+    with tracing.exporting("pannier-coordinator", **{"host.name": config.host}):
+        asyncio.run(_run(config))
     return 0
 
 

@@ -39,8 +39,8 @@ def _serve(config: SidecarConfig, job: JobConfig | None) -> int:
     # Before there are threads: each keeps the niceness it was started with.
     os.nice(config.nice)
     keep_freed_memory()
-    tracing.set_up("pannier-sidecar", **{"host.name": config.host})
-    return asyncio.run(_run(config, job))
+    with tracing.exporting("pannier-sidecar", **{"host.name": config.host}):
+        return asyncio.run(_run(config, job))
 
 
 async def _run(config: SidecarConfig, job: JobConfig | None) -> int:

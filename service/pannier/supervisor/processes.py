@@ -1,19 +1,17 @@
-"""Child processes: started, started again after a crash, and stopped within a grace period.
+"""Child processes: forked, forked again after a crash, and stopped within a grace period.
 
-In: how to start each. Out: their ends. Single-threaded: waits for signals only. Imports little, since a
-supervisor runs as long as its daemons do.
+In: what each runs. Out: their ends. Single-threaded: waits for signals only.
 """
 
 import ctypes
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final
 
 from pannier.common import timeouts
 
@@ -24,36 +22,7 @@ OK, GAVE_UP, MISCONFIGURED = 0, 1, 2
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class ChildProcess(Protocol):
-    """What is used of :class:`subprocess.Popen`."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-
-    def poll(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
-
-    def send_signal(self, sig: int) -> None:
-        """Does nothing when it has ended."""
-
-    def wait(self) -> int:
-        """Returns the exit status when it has ended."""
-
-
-def start_command(command: Sequence[str], environment: dict[str, str]) -> ChildProcess:
-    """Starts a program that gets SIGTERM when this process dies."""
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        # Ctrl-C goes to the supervisor only, which stops the daemons in order.
-        start_new_session=True,
-        preexec_fn=child_setup(os.getpid(), signal.SIGTERM),
-    )
-
-
-class _ForkedProcess:
+class ChildProcess:
     """A copy of this process; see :func:`fork`."""
 
     def __init__(self, pid: int) -> None:
@@ -61,14 +30,17 @@ class _ForkedProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int:
+        """Returns the exit status when it has ended."""
         code = self._wait(0)
         assert code is not None
         return code
 
     def send_signal(self, sig: int) -> None:
+        """Does nothing when it has ended."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
@@ -80,23 +52,29 @@ class _ForkedProcess:
         return self._code
 
 
-def fork(run: Callable[[], int]) -> ChildProcess:
+def fork(run: Callable[[], int], *, on_death: signal.Signals = signal.SIGKILL) -> ChildProcess:
     """Calls ``run`` in a copy of this process, and exits there with what it returns.
 
-    The copy shares the memory of imported modules with this process, and is killed when this one
-    dies. Call it while this process has one thread, and no gRPC object.
+    The copy shares the memory of imported modules with this process. Its exit handlers are not run. Call it
+    while this process has one thread, and no gRPC object.
+
+    Args:
+        on_death: what the copy gets when this process dies.
     """
-    setup = child_setup(os.getpid(), signal.SIGKILL)
+    setup = child_setup(os.getpid(), on_death)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid:
-        return _ForkedProcess(pid)
+        return ChildProcess(pid)
     code = GAVE_UP
     try:
+        # Ctrl-C goes to the supervisor only, which stops its processes in order.
         os.setsid()
         setup()
         code = run()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else GAVE_UP
     except BaseException:  # noqa: BLE001 - top of the process: becomes its exit status
         _log.exception("process %d failed", os.getpid())
     finally:

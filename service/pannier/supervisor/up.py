@@ -1,15 +1,15 @@
 """Keeps one sidecar, and usually a coordinator, running for the jobs of one user.
 
-In: their command lines and a runtime directory. Out: an exit status, after the idle exit of a
-daemon, after a signal, or when a daemon can't run. Single-threaded: waits for signals only. Imports
-little, since it runs as long as the daemons do.
+In: what runs each, and a runtime directory. Out: an exit status, after the idle exit of a
+daemon, after a signal, or when a daemon can't run. Single-threaded: waits for signals only. The daemons
+are forked from this process: what it has imported is imported once, and its memory is shared.
 """
 
 import logging
 import os
 import signal
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,16 +20,18 @@ from pannier.supervisor.processes import (
     GAVE_UP,
     MISCONFIGURED,
     OK,
+    ChildProcess,
     Daemon,
     Signals,
+    fork,
     next_start,
-    start_command,
 )
 
 _log = logging.getLogger(__name__)
 
 LOCK = "up.lock"
 PID = "up.pid"
+_STDIN, _STDERR = 0, 2
 
 _MAX_CRASHES = 12
 """Crashes in a row before the supervisor gives up: after about a minute."""
@@ -82,8 +84,8 @@ class Supervisor:
 
     Args:
         directory: holds the lock and the pid file; created with mode 0700.
-        sidecar: command line.
-        coordinator: command line; None when the sidecar uses one elsewhere.
+        sidecar: runs it, in a copy of this process; returns, or exits with, its exit status.
+        coordinator: the same; None when the sidecar uses one elsewhere.
         shared: the coordinator serves other hosts as well: its idle exit counts, not the sidecar's.
         record: what trainers compare themselves with.
         grace_s: the sidecar's time to finish uploads after SIGTERM.
@@ -94,8 +96,8 @@ class Supervisor:
         self,
         directory: Path,
         *,
-        coordinator: Sequence[str] | None,
-        sidecar: Sequence[str],
+        coordinator: Callable[[], int] | None,
+        sidecar: Callable[[], int],
         shared: bool = False,
         record: DaemonRecord,
         grace_s: float,
@@ -105,13 +107,10 @@ class Supervisor:
         self._record = record
         self._grace_s = grace_s
         self._margin_s = margin_s
-        environment = {k: v for k, v in os.environ.items() if k not in _OF_OTHER_DAEMONS}
-        self._sidecar = Daemon("sidecar", lambda: start_command(sidecar, environment))
+        self._sidecar = Daemon("sidecar", lambda: _fork(sidecar))
         self._daemons = [self._sidecar]
         if coordinator is not None:
-            self._daemons.insert(
-                0, Daemon("coordinator", lambda: start_command(coordinator, environment))
-            )
+            self._daemons.insert(0, Daemon("coordinator", lambda: _fork(coordinator)))
         self._lasting = self._daemons[0] if shared else self._sidecar
         self.idle = False
         """Whether :meth:`run` returned after an idle exit."""
@@ -192,6 +191,28 @@ _OF_OTHER_DAEMONS = frozenset(
     )
 )
 """Variables that may configure a trainer's other daemons; embedded ones get flags."""
+
+
+def _fork(run: Callable[[], int]) -> ChildProcess:
+    def run_daemon() -> int:
+        _leave_supervisor()
+        return run()
+
+    # It finishes uploads within its grace period, as after any SIGTERM.
+    return fork(run_daemon, on_death=signal.SIGTERM)
+
+
+def _leave_supervisor() -> None:
+    """Drops what belongs to the supervisor: its lock, whatever its own parent left open, and its log."""
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), _STDIN)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > _STDERR:
+            with suppress(OSError):  # the listing's own
+                os.close(int(name))
+    logging.getLogger().handlers.clear()
+    for name in _OF_OTHER_DAEMONS:
+        os.environ.pop(name, None)
 
 
 def _own_directory(directory: Path) -> None:

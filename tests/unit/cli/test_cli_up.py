@@ -5,8 +5,10 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,15 +42,17 @@ FOREVER = OBEDIENT + "while True: signal.pause()\n"
 STUBBORN = FOREVER.replace("SIGTERM, stop", "SIGTERM, signal.SIG_IGN")
 
 DRIVER = """
-import json, logging, sys
+import json, logging, os, sys
 from pathlib import Path
 from pannier.common.daemon_record import DaemonRecord
 from pannier.supervisor.up import AlreadyRunningError, Supervisor
 logging.basicConfig(level=logging.INFO)
 directory, coordinator, sidecar, grace, margin = json.loads(sys.argv[1])
+def program(command):
+    return command and (lambda: os.execv(command[0], command))
 try:
     record = DaemonRecord.of_this_process({}, exits_idle=True)
-    sys.exit(Supervisor(Path(directory), coordinator=coordinator, sidecar=sidecar, record=record, grace_s=grace, margin_s=margin).run())
+    sys.exit(Supervisor(Path(directory), coordinator=program(coordinator), sidecar=program(sidecar), record=record, grace_s=grace, margin_s=margin).run())
 except AlreadyRunningError as error:
     print(error)
     sys.exit(17)
@@ -173,6 +177,25 @@ def test_down_signals_no_process_of_another_container(up: Up) -> None:
     assert process.returncode is None
 
 
+TITLED = """
+import os, sys
+from pathlib import Path
+from pannier.supervisor.process_title import set_process_title
+set_process_title("pannier", os.environ["SECOND"])
+sys.stdout.buffer.write(Path("/proc/self/cmdline").read_bytes())
+"""
+
+
+@pytest.mark.parametrize("second", ["sidecar", "x" * 10_000])
+def test_a_process_shows_other_words_as_its_command_line(second: str) -> None:
+    command = python("-c", TITLED)
+    environment = clean_environment({"SECOND": second})
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
+    # In the room that the arguments had.
+    assert len(output) == sum(len(word) + 1 for word in command)
+    assert output.rstrip(b"\0").decode() == f"pannier\0{second}"[: len(output) - 1]
+
+
 class CommandsError(Exception):
     """Raised instead of starting daemons, with the sidecar's command line."""
 
@@ -181,8 +204,8 @@ class CommandsError(Exception):
 def commands(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """The words of the sidecar's command line that ``pannier up`` makes of flags and variables."""
 
-    def supervisor(directory: Path, *, sidecar: list[str], **more: object) -> None:
-        raise CommandsError(*sidecar)
+    def supervisor(directory: Path, *, sidecar: partial[object], **more: object) -> None:
+        raise CommandsError(*sidecar.args)
 
     def run(*flags: str, **variables: str) -> list[str]:
         result = CliRunner().invoke(cli, ["up", *flags], env=variables)

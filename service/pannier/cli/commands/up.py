@@ -1,13 +1,19 @@
-"""``pannier up``: runs the supervisor with the command lines of a sidecar and its coordinator."""
+"""``pannier up``: runs the supervisor with the command lines of a sidecar and its coordinator.
 
+Both are copies of this process, which has imported what both need: that takes as long as all the rest of their start.
+"""
+
+import gc
+import importlib
 import json
 import logging
 import os
+import pkgutil
 import shutil
-import sys
 import zlib
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -26,6 +32,7 @@ from pannier.cli.options import (
     storage_options,
     tls_options,
 )
+from pannier.supervisor.process_title import set_process_title
 from pannier.supervisor.up import AlreadyRunningError, Supervisor, UnsafeDirectoryError
 
 _ROOM = 4 << 30
@@ -161,18 +168,20 @@ def command(
             variables[f"PANNIER_{name.upper()}"] = None
     supervisor = Supervisor(
         directory,
-        coordinator=[
-            *(*_PANNIER, "coordinator", "--address", own_coordinator),
+        coordinator=partial(
+            _run,
+            *("coordinator", "--address", own_coordinator),
             *common,
             *_flags({"planner": planner, "listen": listen}, "planner", "listen"),
             *_flags({"metrics": metrics}, "metrics"),
             *(["--insecure-listen"] if settings["insecure_listen"] else []),
             *(idle if listen else []),
-        ]
+        )
         if coordinator is None
         else None,
-        sidecar=[
-            *(*_PANNIER, "sidecar", "--address", sidecar),
+        sidecar=partial(
+            _run,
+            *("sidecar", "--address", sidecar),
             *("--coordinator", coordinator or own_coordinator),
             *("--spool", str(spool), "--grace", str(grace)),
             *common,
@@ -181,12 +190,13 @@ def command(
             *(["--insecure-listen"] if settings["insecure_listen"] and settings["peers"] else []),
             *_flags({"metrics": metrics and _next_port(metrics)}, "metrics"),
             *([] if listen else idle),
-        ],
+        ),
         shared=listen is not None,
         record=DaemonRecord.of_this_process(variables, exits_idle=bool(idle)),
         grace_s=grace,
     )
     _set_up_logging(log_format)
+    _import_shared()
     try:
         status = supervisor.run()
     except AlreadyRunningError as error:
@@ -209,6 +219,25 @@ def _discard(directory: Path, spool: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def _run(*words: str) -> NoReturn:
+    """Runs ``pannier WORDS`` in a copy of this process."""
+    from pannier.cli.main import main
+
+    set_process_title("pannier", *words)
+    main(words)
+
+
+def _import_shared() -> None:
+    """Imports what both daemons need, before they are forked."""
+    from pannier import daemon
+
+    for module in pkgutil.iter_modules(daemon.__path__, f"{daemon.__name__}."):
+        importlib.import_module(module.name)
+    # What is shared isn't copied by the first garbage collection of each child.
+    gc.collect()
+    gc.freeze()
+
+
 def _set_up_logging(format: str) -> None:
     if format == "text":
         logging.basicConfig(level=logging.INFO, format="%(asctime)s up: %(message)s")
@@ -218,7 +247,6 @@ def _set_up_logging(format: str) -> None:
     set_up_logging(format, daemon="up")
 
 
-_PANNIER = [sys.executable, "-m", "pannier.cli"]
 _LAST_PORT = 65535
 _TLS = ("tls_cert", "tls_key", "tls_ca")
 
