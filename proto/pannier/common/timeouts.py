@@ -345,7 +345,7 @@ DAEMONS_START_S: Final = 30.0 * SCALE
 """For embedded daemons to start."""
 DAEMONS_STOP_S: Final = 60.0 * SCALE
 """How long ``pannier down`` waits for the daemons' exit."""
-DAEMONS_START_POLL_S: Final = 0.05 * SCALE
+DAEMONS_START_POLL_S: Final = 0.02 * SCALE
 """Between two looks whether they have."""
 DAEMONS_STATUS_POLL_S: Final = 0.2 * SCALE
 """Between two looks at what they still do, where they can't outlive the trainer."""

@@ -7,6 +7,7 @@ their deadline; whether it is attached and responsive. On the event loop. The st
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pannier.common import observer_clock, timeouts
 from pannier.common.retry import RetryPolicy
+from pannier.daemon.listeners import socket_path
 from pannier.v1 import coordinator_pb2_grpc, diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire.addresses import channel_options, keepalive_options
 from pannier.wire.errors import DeadlineError, UnavailableError, from_rpc_error
@@ -47,7 +49,8 @@ class CoordinatorClient:
         """The last one is used; calls may still wait on those of an earlier certificate."""
         self._stub: Any = None
         self._health: Any = None
-        self._detached_since: float | None = time.monotonic()
+        self._started = time.monotonic()
+        self._detached_since: float | None = self._started
         """None: attached."""
         self._last_seen: float | None = None
         self._unresponsive = False
@@ -102,6 +105,17 @@ class CoordinatorClient:
         if self._tls is not None and self._tls.changed():
             self._open()
 
+    async def await_socket(self, end: float) -> None:
+        """Returns when the socket of a coordinator on this host is there, at the latest at ``end``, monotonic.
+
+        At the start the daemons come up in any order, and a channel that can't connect pauses before its next try.
+        """
+        path = socket_path(self._address)
+        end = min(end, self._started + timeouts.DAEMONS_START_S)
+        # No event announces it.
+        while path is not None and not path.exists() and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(timeouts.DAEMONS_START_POLL_S)
+
     def attach(self) -> Any:
         """A new ``Attach`` stream."""
         return self._stub.Attach()
@@ -148,6 +162,7 @@ class CoordinatorClient:
             self.mark_seen()
             return response
 
+        await self.await_socket(end)
         policy = RetryPolicy(
             retriable=lambda error: isinstance(error, UnavailableError),
             first_s=0.1,
@@ -200,6 +215,7 @@ class CoordinatorClient:
         self._health = health_pb2_grpc.HealthStub(channel)
 
     async def _keep_pinging(self) -> None:
+        await self.await_socket(math.inf)
         while True:
             try:
                 await self._health.Check(

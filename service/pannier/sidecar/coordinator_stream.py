@@ -7,6 +7,7 @@ again. On the event loop.
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -149,6 +150,7 @@ class CoordinatorStream:
 
     async def _stay_attached(self) -> None:
         failures = 0
+        await self._client.await_socket(math.inf)
         while True:
             started = time.monotonic()
             self._client.refresh_channel()
