@@ -138,6 +138,9 @@ class SaveCall:
 
     def fail(self, error: BaseException) -> None:
         """Ends the save on the other ranks, unless it has ended there; names it in ``error``."""
+        if self._task is not None:
+            # The caller gets this error: that of a save which no longer depended on the call isn't raised as well.
+            self._task.status.resolver.outcome.mark_retrieved()
         self._report(error)
         # Afterwards: the report names the save anyway.
         name_save(error, self._text, self._checkpoint_id)

@@ -229,7 +229,7 @@ class SaveFactory:
             raise
         finally:
             wait.end()
-        return task.handle
+        return handle
 
     def log_committed(self, context: sidecar_pb2.SaveContext, size: int, cost: SaveCost) -> None:
         """Logs a committed save of ``size`` bytes and remembers what it took."""

@@ -16,6 +16,7 @@ import torch
 from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.interrupts import Condition, Event, SafeFuture, aside
+from pannier.client.messages.wait_log import Wait
 from pannier.client.staging.host_copy import HostCopies
 from pannier.client.staging.in_flight import InFlightSaves
 from pannier.v1 import sidecar_pb2
@@ -189,6 +190,31 @@ def test_the_next_save_works_after_an_interruption(sidecar: ScriptedSidecar, cal
             client = fresh()
         in_another_thread(lambda: client.save(state, checkpoint_id="/x/z"))  # noqa: B023
         in_another_thread(lambda: client.close(BOUND_S))  # noqa: B023
+
+
+def test_an_interruption_after_the_save_is_staged_is_its_only_error(
+    sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = 0
+    end = Wait.end
+
+    def interrupted_end(wait: Wait) -> None:
+        nonlocal ended
+        end(wait)
+        ended += 1
+        if ended == 2:  # the first one is before it stages
+            raise InterruptedByTestError
+
+    client = Client(Settings(sidecar=sidecar.address, transport="streamed"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Wait, "end", interrupted_end)
+        with pytest.raises(InterruptedByTestError):
+            client.async_save({"w": torch.ones(300_000)}, checkpoint_id="/x/y")
+    (failed,) = sidecar.asked(sidecar_pb2.FailRequest)
+    assert "InterruptedByTestError" in failed.failure.message
+    client.wait_all(BOUND_S)
+    client.save({"w": torch.ones(300_000)}, checkpoint_id="/x/z")
+    client.close()
 
 
 def test_a_second_interruption_that_ends_the_clean_up_leaves_no_save_behind(
