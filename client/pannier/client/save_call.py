@@ -7,12 +7,16 @@ all ranks, so that their numbers stay in step. Used by the caller's thread, exce
 
 import logging
 import threading
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from pannier.client.handle import SaveHandle, skipped
 from pannier.client.identity import Group
 from pannier.client.interrupts import shielded
+from pannier.client.planning import stage_plan
+from pannier.client.planning.stage_plan import SaveSpec
 from pannier.client.transport.membership import Membership
 from pannier.client.transport.save_errors import fail_request
 from pannier.client.transport.save_task import SaveTask
@@ -64,9 +68,14 @@ class SaveCall:
         self._overwrite = overwrite
         self._is_accepted = True
 
-    def context(self, sidecar: SidecarClient) -> sidecar_pb2.SaveContext:
-        """What every message of this save carries."""
-        who, world = sidecar.identity, self.member.world
+    def context(self, sidecar: SidecarClient | None = None) -> sidecar_pb2.SaveContext:
+        """What every message of this save carries.
+
+        Args:
+            sidecar: whose name of the host counts; None: it isn't known yet.
+        """
+        who = self.member.identity if sidecar is None else sidecar.identity
+        world = self.member.world
         context = sidecar_pb2.SaveContext(
             save=save_pb2.SaveId(
                 job=who.job,
@@ -78,7 +87,7 @@ class SaveCall:
             ranks=self.group.ranks,
             world_size=world.size,
             rank=self.group.rank,
-            host=sidecar.welcome.host or who.host,
+            host=(sidecar and sidecar.welcome.host) or who.host,
             overwrite=_OVERWRITE[self._overwrite],
             apart=world.apart,
             launch=who.launch,
@@ -88,6 +97,14 @@ class SaveCall:
             context.seen_incarnation = seen
         self._text = object_names.save_text(context.save)
         return context
+
+    def plan_ahead(
+        self, state_dict: Mapping[str, Any], planner: SavePlanner | None
+    ) -> SaveSpec | None:
+        """Plans while the sidecar is looked for (or started); None: it is known, and perhaps the plan."""
+        if not self.member.open_ahead():
+            return None
+        return stage_plan.plan_ahead(self.context(), state_dict, planner)
 
     def mark_planned(self) -> None:
         """The coordinator may know of the save, and reports its end to the other ranks."""

@@ -154,6 +154,7 @@ class SaveFactory:
         began = time.monotonic()
         wait = wait_log.Wait(f"async_save to {call.checkpoint_id}", self._sidecar)
         try:
+            planned = call.plan_ahead(state_dict, planner)
             sidecar = call.member.sidecar()
             context = call.context(sidecar)
             wait.reason = lambda: (
@@ -199,7 +200,8 @@ class SaveFactory:
             task = aside(begin)
             handle = task.handle
             wait.reason = lambda: handle.status().waiting_on or _plan()
-            spec = stage_plan.save_spec(context, state_dict, planner)
+            spec = planned or stage_plan.save_spec(context, state_dict, planner)
+            scope = spec.scope
 
             def request_plan(run: PlannerRun) -> plan_pb2.FinalPlan:
                 if deadline.passed:
@@ -210,7 +212,7 @@ class SaveFactory:
 
             plan = stage_plan.resolve_plan(self._plans, spec, request_plan)
             task.planned(
-                plan.attempt, plan.plan_id, plan.unconfirmed, lambda: self._plans.drop(spec.scope)
+                plan.attempt, plan.plan_id, plan.unconfirmed, lambda: self._plans.drop(scope)
             )
             arena = aside(lambda: slot.hold(sidecar.arena(self.slots.pool, plan.sizes)))
             wait.end()
@@ -243,11 +245,11 @@ class SaveFactory:
         timeout_s = self.settings.plan_timeout
         pool = self.slots.pool
         with wait_log.logged(f"prepare for {call.checkpoint_id}", self._sidecar) as wait:
+            planned = call.plan_ahead(state_dict, planner)
             sidecar = call.member.sidecar()
             wait.reason = _plan
             context = call.context(sidecar)
-
-            spec = stage_plan.save_spec(context, state_dict, planner)
+            spec = planned or stage_plan.save_spec(context, state_dict, planner)
             call.mark_planned()
             stage_plan.prepare(
                 self._plans,

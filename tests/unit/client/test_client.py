@@ -27,6 +27,7 @@ from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.identity import Group, World
+from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import object_names
@@ -109,6 +110,41 @@ def test_the_loop_may_change_everything_when_the_call_has_returned(
     assert b"later" not in held(sidecar)
     assert result.checkpoint_id == "/x/step-1"
     assert set(result.seconds) == {"plan", "stage", "ingest", "commit"}
+
+
+def test_the_first_save_plans_while_the_sidecar_is_looked_for(
+    client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = threading.Event()
+    plans = 0
+
+    class Planner(DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            nonlocal plans
+            plans += 1
+            planned.set()
+            return super().create_local_plan()
+
+    connect = SidecarClient.connect
+
+    def connect_after_plan(*arguments: Any, **named: Any) -> SidecarClient:
+        assert planned.wait(BOUND_S), "the plan waits for the sidecar"
+        return connect(*arguments, **named)
+
+    monkeypatch.setattr(SidecarClient, "connect", connect_after_plan)
+    client.save(state(), checkpoint_id="/x/step-1", planner=Planner())
+    assert plans == 1
+
+
+def test_what_a_planner_raises_while_the_sidecar_is_looked_for_ends_the_first_save_alone(
+    client: Client, sidecar: ScriptedSidecar, two_ranks: None
+) -> None:
+    with pytest.raises(RuntimeError, match="no plan today"):
+        client.async_save(
+            state(), checkpoint_id="/x/step-1", planner=BrokenPlanner("create_local_plan")
+        )
+    assert "no plan today" in failures(sidecar)[0].message
+    client.save(state(), checkpoint_id="/x/step-2")
 
 
 def test_save_waits_for_the_commit(client: Client) -> None:

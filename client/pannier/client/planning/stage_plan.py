@@ -44,9 +44,12 @@ class SaveSpec:
     """Expanded (:func:`pannier.client.planning.local_plan.expand`)."""
     planner: SavePlanner | None
 
+    run: PlannerRun | None = None
+    """The planner's run, if that was made ahead."""
+
     def run_planner(self) -> PlannerRun:
         """The local plan. Raises what :class:`PlannerRun` raises."""
-        return PlannerRun(
+        return self.run or PlannerRun(
             self.state,
             self.planner,
             is_coordinator=self.is_coordinator,
@@ -84,6 +87,14 @@ def save_spec(
         state=expand(state_dict),
         planner=planner,
     )
+
+
+def plan_ahead(
+    context: sidecar_pb2.SaveContext, state_dict: Mapping[str, Any], planner: SavePlanner | None
+) -> SaveSpec:
+    """A spec with its local plan. Raises what :func:`save_spec` and :class:`PlannerRun` raise."""
+    spec = save_spec(context, state_dict, planner)
+    return replace(spec, run=spec.run_planner())
 
 
 def resolve_plan(plans: PlanCache, spec: SaveSpec, request_plan: RequestPlan) -> StagePlan:

@@ -1,6 +1,6 @@
 """This process's membership in one incarnation of a job: its world, and the client of its sidecar.
 
-In: settings. Out: a connected sidecar client, opened on demand. Owned by the save factory, which
+In: settings. Out: a connected sidecar client, opened on demand, or ahead of that. Owned by the save factory, which
 has one for all ranks' world and one for saving alone. Thread-safe.
 """
 
@@ -12,7 +12,7 @@ from pannier.client.embedded import launcher
 from pannier.client.embedded.daemon_spec import DaemonSpec
 from pannier.client.embedded.daemon_status import await_others
 from pannier.client.identity import Identity, World
-from pannier.client.interrupts import aside
+from pannier.client.interrupts import Call, aside
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.wire.errors import ConfigurationError, UnavailableError
 
@@ -25,10 +25,29 @@ class Membership:
         self._settings = settings
         self._lock = threading.Lock()
         self._sidecar: SidecarClient | None = None
+        self._opening: Call[SidecarClient] | None = None
+
+    @property
+    def identity(self) -> Identity:
+        """This rank in its incarnation; needs no sidecar. Raises what :meth:`World.identity` raises."""
+        return aside(lambda: self.world.identity(self._settings))
+
+    def open_ahead(self) -> bool:
+        """Begins to find or start the sidecar in another thread, unless it is known; returns whether it did.
+
+        :meth:`sidecar` waits for it, and raises its error.
+        """
+        if self._sidecar is not None:
+            return False
+        self._opening = Call(self._opened)
+        return True
 
     def sidecar(self) -> SidecarClient:
         """The sidecar's client; the first call finds or starts the sidecar."""
-        return self._sidecar or aside(self._opened)
+        if self._sidecar is not None:
+            return self._sidecar
+        opening, self._opening = self._opening, None
+        return aside(self._opened) if opening is None else opening.result()
 
     def await_others(self, timeout_s: float | None) -> str:
         """Waits for other hosts' saves at this host's coordinator, if it has theirs.
