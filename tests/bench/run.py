@@ -65,7 +65,7 @@ def planned(options: argparse.Namespace) -> list[Part]:
         found.append(Part("peers", (*best, "--to", "gcs")))
     found += [Part("restoring", arguments) for arguments in restored(options.quick)]
     # These have sizes of their own.
-    found += [Part("replicas"), Part("planning"), Part("device")]
+    found += [Part("first_save"), Part("replicas"), Part("planning"), Part("device")]
     few = str(parts.megabytes(usual[0]))
     found.append(Part("streaming", ("--bytes", few), own_rows=False))
     found.append(Part("recovery", ("--bytes", few), own_rows=False))

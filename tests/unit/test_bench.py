@@ -25,6 +25,7 @@ def test_every_part_is_planned() -> None:
     assert parts >= {
         "blocking",
         "durable",
+        "first_save",
         "memory",
         "peers",
         "recovery",
