@@ -17,7 +17,7 @@ from weakref import WeakSet
 from pannier.wire.errors import PannierError
 
 _PAGE: Final = mmap.PAGESIZE
-_HUGE_PAGE: Final = 2 << 20
+HUGE_PAGE: Final = 2 << 20
 SPILL_BYTES: Final = 1 << 20
 """Of a growing buffer at first."""
 _MADV_POPULATE_WRITE: Final = 23
@@ -106,7 +106,7 @@ class AnonymousMapping(MemoryMapping):
 
 def advise_huge(address: int, size: int) -> None:
     """Asks the kernel for huge pages, where it offers them for such memory."""
-    if size >= _HUGE_PAGE and _libc.madvise(address, size, mmap.MADV_HUGEPAGE):
+    if size >= HUGE_PAGE and _libc.madvise(address, size, mmap.MADV_HUGEPAGE):
         code = ctypes.get_errno()
         # A kernel without huge pages: only slower.
         if code != errno.EINVAL:
@@ -259,5 +259,5 @@ class Arena:
 
 def rounded(size: int) -> int:
     """Bytes of anonymous memory for a buffer of ``size``: whole pages, huge ones for large sizes."""
-    unit = _HUGE_PAGE if size >= _HUGE_PAGE else _PAGE
+    unit = HUGE_PAGE if size >= HUGE_PAGE else _PAGE
     return -(-size // unit) * unit

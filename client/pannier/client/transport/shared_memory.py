@@ -18,7 +18,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from pannier.client.staging.arena import Arena, MemoryMapping, advise_huge, no_memory, populate
+from pannier.client.staging.arena import (
+    HUGE_PAGE,
+    Arena,
+    MemoryMapping,
+    advise_huge,
+    no_memory,
+    populate,
+)
 from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
@@ -43,6 +50,8 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _FAILED: Final = ctypes.c_void_p(-1).value
+_MAP_FIXED: Final = 0x10
+_PROT_NONE: Final = 0
 
 Reserve = Callable[[Sequence[int]], sidecar_pb2.ReserveResponse]
 Release = Callable[[Sequence[str]], None]
@@ -62,12 +71,8 @@ class SpoolMapping(MemoryMapping):
         """Name of the leased file."""
         self.stamp = b""
         """Bytes after the file's capacity, others each time it is staged into."""
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
         length = capacity + STAMP_BYTES
-        address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, 0)
-        if address == _FAILED:
-            code = ctypes.get_errno()
-            raise no_memory(length, OSError(code, os.strerror(code)))
+        address = _map(fd, length)
         # The mapping keeps the open file, and so the lock. A forked child must not inherit it: it
         # could hold the lock, and write to the file, after this process's death.
         array = (ctypes.c_char * length).from_address(address)
@@ -108,6 +113,30 @@ class SpoolMapping(MemoryMapping):
             if _libc.mprotect(self.address + start, size, protection):
                 code = ctypes.get_errno()
                 raise PannierError(f"mprotect of staging memory failed: {os.strerror(code)}")
+
+
+def _map(fd: int, length: int) -> int:
+    """Maps the file, writable, at a multiple of a huge page: the kernel can map and seal its huge pages as such.
+
+    Raises PannierError: there is no memory for it.
+    """
+    room = length + HUGE_PAGE
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    start: int = _libc.mmap(None, room, _PROT_NONE, private, -1, 0)
+    if start != _FAILED:
+        address = -(-start // HUGE_PAGE) * HUGE_PAGE
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        shared = mmap.MAP_SHARED | _MAP_FIXED
+        if _libc.mmap(address, length, protection, shared, fd, 0) != _FAILED:
+            end = -(-(address + length) // mmap.PAGESIZE) * mmap.PAGESIZE
+            for left, right in ((start, address), (end, start + room)):
+                if left < right:
+                    _libc.munmap(left, right - left)
+            return address
+    code = ctypes.get_errno()
+    if start != _FAILED:
+        _libc.munmap(start, room)
+    raise no_memory(length, OSError(code, os.strerror(code)))
 
 
 def _unmap(pid: int, address: int, capacity: int) -> None:

@@ -21,6 +21,7 @@ from typing import Final
 
 from pannier.common import fault_points, timeouts
 from pannier.daemon.listeners import make_private_directory
+from pannier.sidecar.spool.huge_pages import add_huge_pages
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
 from pannier.wire.file_layout import STAMP_BYTES
 
@@ -357,6 +358,7 @@ class Spool:
 
     def _reserve(self, file: SpoolFile, missing: int) -> None:
         while missing:
+            add_huge_pages(file.fd, file.capacity, file.capacity + missing)
             try:
                 os.posix_fallocate(file.fd, file.capacity, missing)
             except OSError as error:
