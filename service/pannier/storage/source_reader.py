@@ -1,4 +1,7 @@
-"""Reads of a spool file, which may still grow, for the uploads of every store. Event loop only."""
+"""Reads of a spool file, which may still grow, for the uploads of every store.
+
+On the event loop, but for :meth:`SourceReader.read`.
+"""
 
 import os
 from typing import IO, Final
@@ -28,8 +31,25 @@ class SourceReader:
 
         Bytes that are read again count once.
         """
-        await self._source.wait_for(offset + len(view))
-        await spool_threads.run(self._fill, view, offset)
+        await self.wait_for(offset + len(view))
+        await spool_threads.run(self.read, view, offset)
+
+    async def wait_for(self, end: int) -> None:
+        """Returns when all bytes below ``end`` have arrived."""
+        await self._source.wait_for(end)
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fills ``view`` with the bytes at ``offset``, which have arrived. Blocking; one call at a time."""
+        fd = self._open().fileno()
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            done = 0
+            while done < len(piece):
+                count = os.preadv(fd, [piece[done:]], offset + start + done)
+                if count == 0:
+                    raise self._short(offset + start + done)
+                done += count
+            self.note(piece, offset + start)
 
     async def file(self, end: int) -> IO[bytes]:
         """The file, once all bytes below ``end`` have arrived; closed by :meth:`close`.
@@ -79,18 +99,6 @@ class SourceReader:
         if self._file is None:
             self._file = open(self._source.path, "rb", buffering=0)  # noqa: SIM115
         return self._file
-
-    def _fill(self, view: memoryview, offset: int) -> None:
-        fd = self._open().fileno()
-        for start in range(0, len(view), _PIECE):
-            piece = view[start : start + _PIECE]
-            done = 0
-            while done < len(piece):
-                count = os.preadv(fd, [piece[done:]], offset + start + done)
-                if count == 0:
-                    raise self._short(offset + start + done)
-                done += count
-            self.note(piece, offset + start)
 
     def _short(self, found: int) -> IntegrityError:
         return IntegrityError(f"{self._source.path} ends at byte {found} of {self._source.size}")

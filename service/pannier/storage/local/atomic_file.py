@@ -5,7 +5,6 @@ directory synced. A :class:`Draft` blocks and runs in threads; an :class:`OpenDr
 event loop.
 """
 
-import asyncio
 import errno
 import fcntl
 import math
@@ -15,11 +14,11 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from pannier.common import timeouts
 from pannier.storage.base import Progress
-from pannier.storage.io_threads import BUFFER, Guarded, HungError, Threads
+from pannier.storage.io_threads import Guarded, HungError, Threads
 from pannier.storage.source_reader import SourceReader
 
 T = TypeVar("T")
@@ -30,8 +29,6 @@ BLOCK = 4096
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 _PRUNES = 100
 """Times in a row that other processes may remove the empty directory of a new file."""
-_STEP: Final = BUFFER // 2
-"""One half of a buffer is filled while the other is written."""
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -229,27 +226,21 @@ class OpenDraft:
     async def copy(
         self, reader: SourceReader, view: memoryview, size: int, progress: Progress
     ) -> None:
-        """Writes ``size`` bytes of ``reader`` by way of the buffer ``view``."""
-        halves = (view[:_STEP], view[_STEP:])
-        writing: asyncio.Task[None] | None = None
-        try:
-            for turn, offset in enumerate(range(0, size, _STEP)):
-                half, length = halves[turn % 2], min(_STEP, size - offset)
-                await reader.fill(half[:length], offset)
-                if writing is not None:
-                    await writing
-                    progress(offset)
-                # Whole blocks; the draft is cut to its size in the end.
-                blocks = half[: -(-length // BLOCK) * BLOCK]
-                writing = asyncio.create_task(self.run(self.file.write, blocks, offset))
-            if writing is not None:
-                await writing
-                progress(size)
-        finally:
-            if writing is not None and not writing.done():
-                writing.cancel()
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait({writing})
+        """Writes ``size`` bytes of ``reader`` by way of the buffer ``view``.
+
+        A file is read and written by turns, in one call: several files at a time keep the disk busy, and a call in
+        another thread costs as much CPU as reading 1 MiB.
+        """
+        for offset in range(0, size, len(view)):
+            length = min(len(view), size - offset)
+            await reader.wait_for(offset + length)
+            await self.run(self._copy_part, reader, view, length, offset)
+            progress(offset + length)
+
+    def _copy_part(self, reader: SourceReader, view: memoryview, length: int, offset: int) -> None:
+        reader.read(view[:length], offset)
+        # Whole blocks; the draft is cut to its size in the end.
+        self.file.write(view[: -(-length // BLOCK) * BLOCK], offset)
 
     async def close(self) -> bool:
         """Closes it; False while a call still uses it, or when the file system doesn't answer."""

@@ -124,9 +124,10 @@ class LocalStore(Store):
                 raise ConflictError(f"{path} exists with other content", there) from None
             return _info(key, await draft.run(draft.file.stat), crc)
         finally:
-            reader.close()
-            # A write that hangs still reads the buffer: then it is not used again.
+            # A call that hangs still uses the buffer, which is not used again. What it might read in a spool
+            # file that another save has by then is never published.
             if draft is None or await draft.close():
+                reader.close()
                 buffers.give(buffer)
 
     async def _open_draft(self, path: Path, *, direct: bool) -> "OpenDraft":
