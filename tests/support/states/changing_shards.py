@@ -1,0 +1,127 @@
+"""A training with FSDP2 whose shards change between saves; see :mod:`support.states.changing`.
+
+For one rank of a group that isn't there: what a collective would bring is any bytes.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@contextmanager
+def alone_of(ranks: int) -> Iterator[None]:
+    """Makes this process the last of so many ranks; there are no others."""
+    dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class ShardedTraining:
+    """A model, sharded in two units, its optimizer, and a tensor with a layout of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        torch.manual_seed(seed)
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.BatchNorm1d(3))
+        fully_shard(self.model[0], mesh=self.mesh)
+        fully_shard(self.model, mesh=self.mesh)
+        self.renew_optimizer()
+        self.extra = distribute_tensor(torch.randn(6, 9), self.mesh, [Shard(0)])
+        step(self)
+
+    def renew_optimizer(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=False)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "extra": self.extra,
+        }
+
+
+def step(t: ShardedTraining) -> None:
+    for unit in _units(t):
+        unit.reshard()
+    for parameter in t.model.parameters():
+        parameter.grad = torch.full_like(parameter, t.chance.random())
+    t.optimizer.step()
+
+
+def gather(t: ShardedTraining) -> None:
+    """All parameters are whole, as between a forward pass and its backward pass."""
+    for unit in _units(t):
+        unit.unshard()
+
+
+def gather_and_shard_again(t: ShardedTraining) -> None:
+    gather(t)
+    for unit in _units(t):
+        unit.reshard()
+
+
+def _units(t: ShardedTraining) -> list[FSDPModule]:
+    return [unit for unit in t.model.modules() if isinstance(unit, FSDPModule)]
+
+
+def reshard(t: ShardedTraining) -> None:
+    """Another placement of the same tensor; the local part may have the same shape."""
+    t.extra = t.extra.redistribute(placements=[t.chance.choice(_PLACEMENTS)])
+
+
+_PLACEMENTS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate())
+
+
+def replace_local(t: ShardedTraining) -> None:
+    """The same layout, over new memory."""
+    local = torch.randn_like(t.extra.to_local())
+    t.extra = DTensor.from_local(
+        local,
+        t.mesh,
+        t.extra.placements,
+        run_check=False,
+        shape=t.extra.shape,
+        stride=t.extra.stride(),
+    )
+
+
+def change_shape(t: ShardedTraining) -> None:
+    """Sizes that leave this rank another part, or none."""
+    rows = t.chance.randrange(1, 9)
+    t.extra = distribute_tensor(torch.randn(rows, 9), t.mesh, [Shard(0)])
+
+
+def cast_extra(t: ShardedTraining) -> None:
+    t.extra = t.extra.to(t.chance.choice([torch.float32, torch.float16, torch.bfloat16]))
+
+
+def replace_moments(t: ShardedTraining) -> None:
+    for moments in t.optimizer.state.values():
+        moments["exp_avg"] = moments["exp_avg"] * 2 + 1
+
+
+def start_again(t: ShardedTraining) -> None:
+    """The model is wrapped again, as after a change of its layers."""
+    renewed = ShardedTraining(t.chance.randrange(1 << 30))
+    t.model, t.optimizer = renewed.model, renewed.optimizer
+
+
+CHANGES: dict[str, Callable[[ShardedTraining], None]] = {
+    change.__name__: change
+    for change in (
+        *(step, gather, gather_and_shard_again, reshard, replace_local, change_shape),
+        *(cast_extra, replace_moments, start_again),
+    )
+}
