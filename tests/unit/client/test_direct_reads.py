@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -238,9 +239,9 @@ def test_the_progress_of_a_load_of_parts_ends_where_its_reads_do(
     expected, progress = [], []
     original = LoadProgress.expect
 
-    def expect(self: LoadProgress, size: int) -> None:
-        expected.append(size)
-        original(self, size)
+    def expect(self: LoadProgress, sizes: Mapping[str, int]) -> None:
+        expected.append(sum(sizes.values()))
+        original(self, sizes)
 
     def reporting(made: LoadProgress) -> AbstractContextManager[None]:
         progress.append(made)

@@ -1,6 +1,7 @@
 import copy
 import gc
 import json
+import logging
 import pickle
 import re
 from pathlib import Path
@@ -15,9 +16,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pannier import client
 from pannier.client.loading import load as load_module
+from pannier.client.loading.filesystem import StorageDir
 from pannier.client.loading.load import load, recent_seconds
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.ranks.load_error import LoadError
+from pannier.common import timeouts
 from pannier.v1 import save_pb2
 from pannier.wire import errors, object_names
 from pannier.wire.errors import (
@@ -26,6 +29,7 @@ from pannier.wire.errors import (
     PannierError,
     StorageError,
 )
+from support.actors.scripted_sidecar import wait_until
 from support.processes.stretch import BOUND_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -85,6 +89,25 @@ def test_stateful_objects_load_themselves(checkpoint: Path) -> None:
     load({"deep": counter}, checkpoint_id=str(checkpoint))
     assert counter.loaded["name"] == "x"
     assert torch.equal(counter.loaded["b"], torch.ones(2))
+
+
+def test_storage_that_does_not_answer_is_named_while_it_is_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(timeouts, "WAIT_WARNING_S", 0.05)
+    original = StorageDir.read_into
+
+    def slow(place: StorageDir, name: str, offset: int, target: memoryview) -> None:
+        wait_until(lambda: caplog.records)
+        original(place, name, offset, target)
+
+    monkeypatch.setattr(StorageDir, "read_into", slow)
+    with caplog.at_level(logging.WARNING, "pannier"):
+        load({"w": torch.zeros(6)}, checkpoint_id=checkpoint)
+    expected = (
+        rf"load of {checkpoint} has waited \d+ s: for bucket \(1 of 1 file, [\d.]+ KiB left\)"
+    )
+    assert re.search(expected, caplog.text)
 
 
 def test_full_garbage_collections_wait_for_the_end_of_loads(checkpoint: Path) -> None:

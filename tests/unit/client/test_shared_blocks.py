@@ -155,6 +155,39 @@ def test_the_first_answer_counts(
 
 
 @pytest.mark.usefixtures("_impatient")
+def test_what_a_block_waits_for_has_a_name_after_a_while(
+    blocks: SharedBlocks,
+    files: SharedFiles,
+    storage: Storage,
+    progress: LoadProgress,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def waiting_for() -> str:
+        return progress.report().status.waiting_for
+
+    files.wait = True
+    storage.may_answer.clear()
+    progress.expect({"f": len(CONTENT), "g": 1 << 30, "h": 7})
+    progress.add_read("own spool", "h", 7)
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(read, blocks)
+        # Then storage is asked, too.
+        wait_until(lambda: storage.reads)
+        assert waiting_for() == ""
+        monkeypatch.setattr(timeouts, "WAIT_WARNING_S", 0)
+        assert waiting_for() == "bucket (2 of 3 files, 1.0 GiB left)"
+        files.answer(CONTENT)
+        assert reading.result(BOUND_S) == (CONTENT, "node-7")
+        assert waiting_for() == ""
+        monkeypatch.setattr(timeouts, "FETCH_STALL_S", 10 * BOUND_S)
+        reading = pool.submit(read, blocks)
+        wait_until(lambda: files.pending)
+        assert waiting_for() == "node-7 (2 of 3 files, 1.0 GiB left)"
+        files.answer(CONTENT)
+        assert reading.result(BOUND_S) == (CONTENT, "node-7")
+
+
+@pytest.mark.usefixtures("_impatient")
 def test_a_stalled_sidecar_is_waited_for_when_storage_fails(
     blocks: SharedBlocks, files: SharedFiles, storage: Storage
 ) -> None:

@@ -22,6 +22,22 @@ def test_a_long_wait_is_logged_by_its_call_and_what_it_waits_for_now(
         assert re.search(rf"save to /x has waited \d+ s: for {reason}", caplog.text)
 
 
+def test_a_call_that_waits_now_and_then_logs_what_it_waits_for_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(timeouts, "WAIT_WARNING_S", 0.02)
+    looks = []
+
+    def reason() -> str | None:
+        looks.append(len(caplog.records))
+        return None if len(looks) < 5 else "node-3"
+
+    with caplog.at_level(logging.WARNING), wait_log.logged("load of /x", reason):
+        wait_until(lambda: len(caplog.records) > 0)
+    assert looks[:5] == [0] * 5
+    assert "load of /x has waited 0 s: for node-3" in caplog.text
+
+
 def test_other_ranks_log_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

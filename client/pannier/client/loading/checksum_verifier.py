@@ -153,9 +153,9 @@ class ChecksumVerifier:
         """Name of the current file, bytes of it so far, their checksum."""
 
     @property
-    def total_bytes(self) -> int:
-        """Of all the files."""
-        return sum(file.size for file in self._files.values())
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {name: file.size for name, file in self._files.items()}
 
     def cover(self, reads: Iterable[Read | None]) -> Iterator[Read | None]:
         """``reads``, sorted by file, and reads of all that lies between, so that files are read whole.

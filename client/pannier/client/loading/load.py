@@ -26,7 +26,7 @@ from pannier.client.config import check_timeout
 from pannier.client.loading import filesystem, highest_incarnation
 from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.storage_reader import StorageReader
-from pannier.client.messages import load_line
+from pannier.client.messages import load_line, wait_log
 from pannier.client.messages.call_errors import at_call
 from pannier.client.process_group import is_alone, process_rank
 from pannier.client.ranks.load_ranks import CALL, END, METADATA, READ, LoadRanks
@@ -158,7 +158,7 @@ def load(
         try:
             progress.begin(load_progress.RESOLVING)
             progress.describe(load=_share_metadata(ranks, reader, timeout_s, finish))
-            _fill(ranks, state_dict, reader, _wrap_for_xla(planner))
+            _fill(ranks, state_dict, reader, _wrap_for_xla(planner), progress)
             result = _finish(ranks, reader, progress, began)
         finally:
             # All ranks are done, or all have failed.
@@ -222,7 +222,8 @@ def _share_metadata(
 
     def resolve() -> bytes:
         try:
-            return reader.resolve()
+            with wait_log.logged(f"load of {reader.checkpoint_id}", lambda: "its .metadata"):
+                return reader.resolve()
         except MissingError as error:
             began = time.monotonic()
             # Which has its own deadline.
@@ -247,6 +248,7 @@ def _fill(
     state_dict: dict[str, Any],
     reader: StorageReader,
     planner: LoadPlanner | None,
+    progress: LoadProgress,
 ) -> None:
     """Fills the state in the steps of ``dcp.load``, with the same calls of planner and reader.
 
@@ -276,7 +278,10 @@ def _fill(
         return reader.prepare_global_plan(planner.create_global_plan(plans))
 
     def read() -> None:
-        with ranks.showing_progress(READ, reader.progress_text):
+        waits = wait_log.logged(
+            f"load of {reader.checkpoint_id}", lambda: progress.stalled_on() or None
+        )
+        with ranks.showing_progress(READ, reader.progress_text), waits:
             reader.read_data(planner.finish_plan(central), planner).wait()
 
     central = ranks.plan(plan, plan_globally)

@@ -11,7 +11,7 @@ import os
 import posixpath
 import socket
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -353,12 +353,12 @@ class StorageReader(storage.StorageReader):
             self._load.progress,
             reader,
         )
-        spans = (
-            span
-            for each, held in items.items()
-            for span in spans_of(self._load.metadata, each, held, sources.request_bytes(each.file))
-        )
-        self._load.progress.expect(sum(span.end - span.start for span in spans))
+        sizes: Counter[str] = Counter()
+        for place, held in items.items():
+            most = sources.request_bytes(place.file)
+            for span in spans_of(self._load.metadata, place, held, most):
+                sizes[place.file] += span.end - span.start
+        self._load.progress.expect(sizes)
         loader = ItemLoader(self._directory, self._load.metadata, planner, sources)
         index = KeyIndex(
             {each: [str(item.storage_index.fqn) for item in held] for each, held in items.items()}
@@ -375,7 +375,7 @@ class StorageReader(storage.StorageReader):
             receipts = Receipts(self._directory, self._load.attempt)
             verifier = ChecksumVerifier(self._directory, receipts, files, index)
             reads = verifier.cover(reads)
-            self._load.progress.expect(verifier.total_bytes)
+            self._load.progress.expect(verifier.sizes)
         contents = read_ranges(
             sources,
             reads,

@@ -29,18 +29,20 @@ class Wait:
 
     Args:
         call: the user's call, with its target.
-        reason: returns what it waits for; empty: not known.
+        reason: returns what it waits for; empty: not known; None: it waits for nothing now.
     """
 
-    def __init__(self, call: str, reason: Callable[[], str]) -> None:
+    def __init__(self, call: str, reason: Callable[[], str | None]) -> None:
         self.call = call
         self.reason = reason
         self._began = time.monotonic()
         self._over = False
         # Weakly, so that an interrupted call, which never ends its wait, doesn't log for ever.
         self._warn_if_alive = _weakly(self._warn)
-        patience_s = timeouts.WAIT_WARNING_OTHERS_S if process_rank() else timeouts.WAIT_WARNING_S
-        self._timer = _timers.start(patience_s, self._warn_if_alive)
+        self._patience_s = (
+            timeouts.WAIT_WARNING_OTHERS_S if process_rank() else timeouts.WAIT_WARNING_S
+        )
+        self._timer = _timers.start(self._patience_s, self._warn_if_alive)
 
     def end(self) -> None:
         """Stops logging."""
@@ -48,11 +50,15 @@ class Wait:
         self._timer.cancel()
 
     def _warn(self) -> None:
-        seconds = time.monotonic() - self._began
-        _log.warning(
-            "%s has waited %.0f s: for %s", self.call, seconds, self.reason() or "an answer"
-        )
-        self._timer = _timers.start((_FACTOR - 1) * seconds, self._warn_if_alive)
+        now, reason = time.monotonic(), self.reason()
+        pause_s = self._patience_s
+        if reason is None:
+            self._began = now
+        else:
+            seconds = now - self._began
+            _log.warning("%s has waited %.0f s: for %s", self.call, seconds, reason or "an answer")
+            pause_s = (_FACTOR - 1) * seconds
+        self._timer = _timers.start(pause_s, self._warn_if_alive)
         if self._over:
             self._timer.cancel()
 
@@ -70,7 +76,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 @contextmanager
-def logged(call: str, reason: Callable[[], str]) -> Iterator[Wait]:
+def logged(call: str, reason: Callable[[], str | None]) -> Iterator[Wait]:
     """Logs the wait in this block, which may replace its reason."""
     wait = Wait(call, reason)
     try:

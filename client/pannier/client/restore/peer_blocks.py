@@ -72,6 +72,10 @@ class PeerBlocks:
         """A block of a file; None: it isn't shared."""
         return self._table.blocks.get((name, block))
 
+    def asked(self, name: str, block: int) -> str:
+        """Who is asked for a block of a shared file."""
+        return self._table.asked(name, block)
+
     def messages(self) -> int:
         """How many messages have come from all hosts."""
         return self._messages

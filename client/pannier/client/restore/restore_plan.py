@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pannier.client.restore.load_result import BUCKET
 from pannier.v1 import records_pb2
 from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.records import parse_blocks
@@ -403,3 +404,9 @@ class BlockTable:
                     source,
                 )
         self.blocks: Final[Mapping[tuple[str, int], SharedBlock]] = found
+
+    def asked(self, name: str, block: int) -> str:
+        """Who is asked first for a block: the name of a host, or the bucket."""
+        source = self.blocks[name, block].source
+        number = source.holders[0] if source.holders else source.owner
+        return BUCKET if number is None else self.hosts[number].name

@@ -42,6 +42,9 @@ class BlockReader(Protocol):
     def find(self, name: str, block: int) -> "BlockPlace | None":
         """A block of a file; None: it isn't shared."""
 
+    def asked(self, name: str, block: int) -> str:
+        """Who is asked for a block: the name of a host, or the bucket."""
+
     def request(self, name: str, block: int) -> "Future[FetchedBlock]":
         """The block, later; or a PannierError."""
 
@@ -109,9 +112,12 @@ class SharedBlocks:
         if self._stalled_at == self._reader.messages():
             return self._read_stored(name, block, memory)
         self._stalled_at = None
-        request = self._reader.request(name, block)
-        if not self._arrives(request):
-            return self._hedge(name, block, memory, request)
+        with self._progress.requesting(self._reader.asked(name, block)):
+            request = self._reader.request(name, block)
+            arrived = self._arrives(request)
+        if not arrived:
+            with self._progress.requesting(BUCKET):
+                return self._hedge(name, block, memory, request)
         try:
             return request.result().copy(memory)
         except PannierError as error:
@@ -175,7 +181,8 @@ class SharedBlocks:
         return BUCKET
 
     def _read_stored(self, name: str, block: int, memory: memoryview) -> str:
-        memory[:] = self._start_stored(name, block, len(memory)).result()
+        with self._progress.requesting(BUCKET):
+            memory[:] = self._start_stored(name, block, len(memory)).result()
         return BUCKET
 
     def _start_stored(self, name: str, block: int, size: int) -> "Future[memoryview]":

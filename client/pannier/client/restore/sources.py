@@ -196,10 +196,11 @@ class Sources:
         self.cancel()
 
     def _read_stored(self, name: str, offset: int, target: memoryview) -> None:
-        if name in self._targeted and not self._storage.is_local:
-            self._stored.read_into(name, offset, target)
-        else:
-            self._storage.read_into(name, offset, target)
+        with self._progress.requesting(BUCKET):
+            if name in self._targeted and not self._storage.is_local:
+                self._stored.read_into(name, offset, target)
+            else:
+                self._storage.read_into(name, offset, target)
         self._progress.add_read(BUCKET, name, len(target))
 
     def _read_shared(
