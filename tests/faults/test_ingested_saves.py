@@ -12,11 +12,9 @@ from pannier.v1 import save_pb2
 from support.processes.daemons import Daemons
 from support.processes.ranks import Ranks, start_ranks
 from support.processes.stretch import BOUND_S
-from support.processes.watching import all_in, await_save
+from support.processes.watching import await_save
 from support.storage.bucket import check_whole, hold_up, listed
 from support.storage.gcs_server import GcsServer
-
-INGESTED = all_in(save_pb2.RANK_PHASE_INGESTED)
 
 STATE = """
 import os, signal, time
@@ -38,8 +36,10 @@ print("COMMITTED", flush=True)
 while not os.path.exists(os.environ["GO"]):
     time.sleep(0.01)
 if str(RANK) != os.environ["LACKING"]:
-    client.async_save(state(2), checkpoint_id=f"{ROOT}/step-2")
+    handle = client.async_save(state(2), checkpoint_id=f"{ROOT}/step-2")
     print("STAGED", flush=True)
+    handle.ingest_completion.result()
+    print("INGESTED", flush=True)
 signal.pause()
 """
 )
@@ -86,7 +86,8 @@ def kill_when_ingested(
                 lambda status: any(each.phase == ingested for each in status.ranks),
             )
         else:
-            await_save(address, f"{root}/step-2", INGESTED)
+            for rank in range(2):
+                ranks.wait_for("INGESTED", rank=rank)
         for process in ranks.processes:
             process.signal(signal.SIGKILL)
         for process in ranks.processes:

@@ -195,6 +195,14 @@ class OutcomeFuture(SafeFuture[T], Generic[T]):
             self._outcome.mark_retrieved()
 
 
+class MilestoneFuture(OutcomeFuture[None]):
+    """Done before the save has ended: only its error is the save's outcome."""
+
+    def _mark_retrieved(self) -> None:
+        if self.done() and super(OutcomeFuture, self).exception() is not None:
+            self._outcome.mark_retrieved()
+
+
 class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
     """One save under way: a :class:`concurrent.futures.Future` and torch's ``AsyncSaveResponse``.
 
@@ -212,6 +220,7 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
         self._upload: OutcomeFuture[None] = OutcomeFuture(outcome)
         self._staging: Future[None] = SafeFuture()
         self._staging.set_running_or_notify_cancel()
+        self._ingest = MilestoneFuture(outcome)
         self._guard = threading.Lock()
         self._ended = False
         self._status = SaveStatus(
@@ -225,6 +234,17 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
         With ``staging="overlapped"`` later; an error when the state could not be copied.
         """
         return self._staging
+
+    @property
+    def ingest_completion(self) -> Future[None]:
+        """Done when this rank is ingested: its trainer may be killed, and the save needs it no more.
+
+        All its bytes are in the sidecar's spool by then, recorded, and all ranks go by one plan. The save is
+        committed once that is so on every rank. It raises what :meth:`result` raises when the save fails
+        before. Embedded daemons in a container or a Slurm step end with the trainer: there, wait for
+        :meth:`result`.
+        """
+        return self._ingest
 
     @property
     def upload_completion(self) -> Future[None]:  # type: ignore[override]
@@ -257,6 +277,7 @@ class Resolver:
         self.handle = handle
         self.outcome = handle._outcome
         self._staged = False
+        self._ingested = False
 
     def update(self, change: Callable[[SaveStatus], SaveStatus]) -> None:
         """Replaces the handle's status."""
@@ -271,10 +292,20 @@ class Resolver:
             self._staged = True
         self.handle._staging.set_result(None)
 
+    def ingested(self) -> None:
+        """The save needs this rank's trainer no more. Idempotent; no effect when the save has ended."""
+        with self.handle._guard:
+            if self.handle._ended or self._ingested:
+                return
+            self._ingested = True
+        self.handle._ingest.set_result(None)
+
     def resolve(self, result: SaveResult) -> bool:
         """The save is committed; False when it had ended before."""
 
         def end() -> None:
+            if not self._ingested:
+                self.handle._ingest.set_result(None)
             self.handle._upload.set_result(None)
             self.handle.set_result(result)
 
@@ -295,6 +326,8 @@ class Resolver:
                 self.outcome.mark_retrieved()
             if not self._staged:
                 self.handle._staging.set_exception(kept)
+            if not self._ingested:
+                self.handle._ingest.set_exception(kept)
             self.handle._upload.set_exception(kept)
             self.handle.set_exception(kept)
 

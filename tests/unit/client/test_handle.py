@@ -97,6 +97,48 @@ def test_staging_is_complete_before_the_upload() -> None:
     assert handle.upload_completion.result(0) is None
 
 
+def test_a_rank_is_ingested_before_its_save_is_committed() -> None:
+    handle, resolver = make()
+    resolver.staged()
+    assert not handle.ingest_completion.done()
+    resolver.ingested()
+    resolver.ingested()
+    assert handle.ingest_completion.result(0) is None
+    assert not handle.done()
+    resolver.resolve(RESULT)
+    resolver.ingested()
+    assert handle.ingest_completion.exception(0) is None
+
+
+def test_what_is_committed_was_ingested() -> None:
+    handle, resolver = make()
+    resolver.resolve(RESULT)
+    assert handle.ingest_completion.result(0) is None
+
+
+def test_a_save_that_fails_once_it_is_ingested_is_still_asked_for() -> None:
+    handle, resolver = make()
+    unretrieved = UnretrievedErrors()
+    resolver.staged()
+    resolver.ingested()
+    assert handle.ingest_completion.result(0) is None
+    resolver.fail(SaveAbortedError("aborted: rank 3"))
+    unretrieved.add(resolver.outcome)
+    assert handle.ingest_completion.exception(0) is None
+    with pytest.raises(SaveAbortedError, match="rank 3"):
+        unretrieved.raise_all()
+
+
+def test_a_save_that_fails_before_it_is_ingested_has_been_asked_for() -> None:
+    handle, resolver = make()
+    unretrieved = UnretrievedErrors()
+    resolver.fail(SaveAbortedError("aborted: rank 3"))
+    unretrieved.add(resolver.outcome)
+    with pytest.raises(SaveAbortedError, match="rank 3"):
+        handle.ingest_completion.result(0)
+    unretrieved.raise_all()
+
+
 def test_a_failure_is_raised_every_time_and_everywhere() -> None:
     handle, resolver = make()
     resolver.staged()

@@ -16,7 +16,7 @@ from pannier.client.planning.local_plan import PlannerRun
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError, SaveAbortedError
-from support.actors.scripted_sidecar import ScriptedSidecar
+from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
 from support.processes.stretch import BOUND_S
 
 State = dict[str, Any]
@@ -444,6 +444,48 @@ def test_a_save_that_ended_without_this_rank_and_has_no_successor_fails(
     sidecar.send_status(save, save_pb2.SAVE_STATE_ABORTED, failure, checkpoint_id="/x/2")
     with pytest.raises(SaveAbortedError, match="disk full"):
         handle.result(BOUND_S)
+
+
+def test_a_rank_whose_plan_is_not_confirmed_is_not_ingested(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    client.save(state(), checkpoint_id="/x/1")
+    sidecar.commit = sidecar.confirm = False
+    handle = client.async_save(state(), checkpoint_id="/x/2")
+    sidecar.wait_for(lambda: len(claims(sidecar)) == 1)
+    wait_until(lambda: handle.status().bytes_ingested == handle.status().bytes)
+    assert not handle.ingest_completion.done()
+    claimed = claims(sidecar)[0]
+    sidecar.send_status(
+        claimed.context.save, save_pb2.SAVE_STATE_STAGING, plan_id=claimed.claim.plan_id
+    )
+    assert handle.ingest_completion.result(BOUND_S) is None
+    assert not handle.done()
+    sidecar.send_status(claimed.context.save, save_pb2.SAVE_STATE_COMMITTED)
+
+
+def test_a_plan_that_is_confirmed_late_ingests_the_rank_all_the_same(
+    sidecar: ScriptedSidecar,
+) -> None:
+    with Client(Settings(sidecar=sidecar.address, plan_timeout=0.1)) as client:
+        client.save(state(), checkpoint_id="/x/1")
+        sidecar.commit = sidecar.confirm = False
+        handle = client.async_save(state(), checkpoint_id="/x/2")
+        sidecar.wait_for(lambda: len(claims(sidecar)) == 1)
+        senders = [each for each in threading.enumerate() if each.name == "pannier-save-2"]
+        for each in senders:
+            each.join(BOUND_S)
+        assert not handle.ingest_completion.done()
+        claimed = claims(sidecar)[0]
+        ingested = save_pb2.RankStatus(rank=0, phase=save_pb2.RANK_PHASE_INGESTED)
+        sidecar.send_status(
+            claimed.context.save,
+            save_pb2.SAVE_STATE_INGESTED,
+            plan_id=claimed.claim.plan_id,
+            ranks=[ingested],
+        )
+        assert handle.ingest_completion.result(BOUND_S) is None
+        sidecar.send_status(claimed.context.save, save_pb2.SAVE_STATE_COMMITTED)
 
 
 def test_the_local_plan_is_sent_while_bytes_are_under_way(

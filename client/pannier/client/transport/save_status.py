@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from pannier.client.handle import Resolver, SaveHandle, SaveResult
 from pannier.client.staging.in_flight import ArenaUse, InFlightSave
@@ -33,6 +34,8 @@ from pannier.wire.errors import (
 )
 
 _log = logging.getLogger(__name__)
+
+_NEED_NO_TRAINER: Final = (save_pb2.RANK_PHASE_INGESTED, save_pb2.RANK_PHASE_DURABLE)
 
 
 class PhaseTimes:
@@ -364,8 +367,8 @@ class StatusFollower:
         claim = self._claim
         if claim is not None:
             claim.on_status(update)
-        own = self._context.rank
-        uploaded = sum(rank.bytes_uploaded for rank in update.ranks if rank.rank == own)
+        own = [rank for rank in update.ranks if rank.rank == self._context.rank]
+        uploaded = sum(rank.bytes_uploaded for rank in own)
         self.resolver.update(
             lambda status: dataclasses.replace(
                 status,
@@ -377,6 +380,9 @@ class StatusFollower:
                 failures={failure.rank: failure for failure in update.failures},
             )
         )
+        if any(rank.phase in _NEED_NO_TRAINER for rank in own):
+            # The plan may be confirmed after this rank has waited for it long enough.
+            self.resolver.ingested()
         if update.state == save_pb2.SAVE_STATE_COMMITTED:
             self._commit(update)
         elif update.state == save_pb2.SAVE_STATE_ABORTED:

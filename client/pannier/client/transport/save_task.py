@@ -284,12 +284,14 @@ class SaveTask:
         """
         claim = self.status.claim
         if claim is None:
+            self.status.resolver.ingested()
             return
         if claim.wait():
             if claim.by_local_plan:
                 # Only this rank knows that the answer to its local plan is what it has staged.
                 self._hand_over(files, mapped)
             self.sidecar.followed.mark_handed_over(self.status.context.save)
+            self.status.resolver.ingested()
         elif self.status.stop.is_set:
             raise StoppedError
 
