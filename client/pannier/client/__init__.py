@@ -19,7 +19,7 @@ import builtins
 import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Read when gRPC is imported. Unset, it is off for gRPC's Python package, but on for its core, which prints a line
 # at each fork: for each shell command of a notebook, and each worker of a DataLoader.
@@ -62,6 +62,9 @@ from pannier.wire.errors import (
     UnavailableError,
     VersionMismatchError,
 )
+
+if TYPE_CHECKING:
+    from pannier.client.integrations.dcp_patch import DcpPatch
 
 console.install()
 
@@ -152,6 +155,31 @@ def save(
         metrics=metrics,
         overwrite=overwrite,
     )
+
+
+def patch_dcp() -> "DcpPatch":
+    """Has ``torch.distributed.checkpoint``'s ``save``, ``async_save`` and ``load`` save and load with Pannier.
+
+    For trainers whose code can't be changed: ``with client.patch_dcp(): trainer.train()``, or
+    ``client.patch_dcp().start()`` for good. It replaces the three functions in every module that has them by then,
+    for all threads, until the context is left or ``stop()`` is called; both wait for the saves under way, and
+    raise what failed. May be nested.
+
+    The functions take torch's arguments. ``save`` returns when the checkpoint is committed, ``async_save`` when it is
+    staged, with a :class:`SaveHandle`: a ``Future`` and an ``AsyncSaveResponse``; its result is that of the commit.
+    ``load`` waits for a save of this process to the same place. Torch's ``FileSystemWriter`` and ``FsspecWriter`` (and
+    readers) count by their path and ``overwrite``, not by their threads or storage options. As with torch, a save
+    replaces what is there, another job's too. ``async_checkpointer_type`` and torch's own stagers are left
+    out, since Pannier stages by itself. Other storage, such as safetensors, and subclasses are left to torch, with
+    one warning.
+
+    Raises, from the functions:
+        InvalidRequestError: another ``async_stager``, or ``use_collectives=False``, which Pannier can't honour.
+        PannierError: what :func:`save`, :func:`async_save` and :func:`load` raise.
+    """
+    from pannier.client.integrations.dcp_patch import DcpPatch
+
+    return DcpPatch()
 
 
 def wait_all(timeout: float | None = None) -> None:
@@ -422,6 +450,7 @@ __all__ = [
     "latest",
     "list",
     "load",
+    "patch_dcp",
     "prepare",
     "save",
     "wait_all",

@@ -66,11 +66,13 @@ def check_torch_only(kind: Any, stager: Any, use_collectives: bool) -> None:
     """Raises InvalidRequestError for what only torch's own ``async_save`` can do."""
     if stager is not None:
         raise InvalidRequestError(
-            "async_stager: Pannier stages by itself, into memory it reuses; leave it out"
+            f"async_stager={type(stager).__name__}: Pannier stages by itself, into memory it reuses; leave it out, "
+            "or call torch's function within pannier.client.patch_dcp(), which does"
         )
     if kind not in (None, AsyncCheckpointerType.THREAD):
         raise InvalidRequestError(
-            f"async_checkpointer_type={kind}: the sidecar is the other process; leave it out"
+            f"async_checkpointer_type={kind}: the sidecar is the other process; leave it out, or call torch's "
+            "function within pannier.client.patch_dcp(), which does"
         )
     if not use_collectives:
         raise InvalidRequestError(

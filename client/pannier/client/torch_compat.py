@@ -43,6 +43,25 @@ MEMORY_FORMATS: Final = (_MEM_FORMAT_ENCODING, MEM_FORMAT_ENCODING)
 _PLAN_CACHING = "_enable_plan_caching"
 
 
+_FILES: Final = ("FileSystemReader", "FileSystemWriter", "FsspecReader", "FsspecWriter")
+
+
+def is_plain_files(storage: object) -> bool:
+    """Whether it is torch's own reader or writer of DCP's files, by a path or by fsspec.
+
+    False for subclasses, for safetensors, and for files that extensions transform.
+    """
+    # By name: those for fsspec are in another module since torch 2.15, and need fsspec.
+    kind = type(storage)
+    if kind.__name__ not in _FILES or not kind.__module__.startswith(
+        "torch.distributed.checkpoint."
+    ):
+        return False
+    extensions = getattr(getattr(storage, "transforms", None), "extensions", ())
+    form = getattr(storage, "serialization_format", None)
+    return not extensions and getattr(form, "value", "torch_save") == "torch_save"
+
+
 def group_store(process_group: dist.ProcessGroup | None) -> Store:
     """The key-value store behind a process group (None: the default group).
 

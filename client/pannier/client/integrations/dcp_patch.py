@@ -1,0 +1,230 @@
+"""Pannier in the place of ``torch.distributed.checkpoint``'s functions, for trainers whose code can't be changed.
+
+In: calls of ``save``, ``async_save`` and ``load`` with torch's arguments. Out: saves and loads of the process's default
+client; torch's own, for storage that isn't plain files of DCP. Thread-safe; what is replaced is replaced for all
+threads of the process.
+"""
+
+import functools
+import logging
+import sys
+import threading
+from contextlib import AbstractContextManager
+from types import FunctionType, ModuleType, TracebackType
+from typing import Any, Final
+
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import Metadata
+
+from pannier import client
+from pannier.client import torch_compat
+from pannier.client.handle import SaveHandle
+from pannier.client.save_factory import raise_unretrieved
+from pannier.common.locations import absolute
+from pannier.wire.errors import InvalidRequestError
+
+_log = logging.getLogger(__name__)
+
+_torch_save, _torch_async_save = state_dict_saver.save, state_dict_saver.async_save
+_torch_load = state_dict_loader.load
+
+_lock: Final = threading.Lock()
+_depth = 0
+"""Patches that are in force; the first replaces torch's functions, and the last puts them back."""
+_replaced: Final[list[tuple[ModuleType, str, Any]]] = []
+"""Modules and names that had one of torch's functions."""
+_pending: Final[set[SaveHandle]] = set()
+"""Saves that the patched ``async_save`` began, and that have not ended."""
+_passed_on: Final[set[str]] = set()
+"""Kinds of storage of which the log says that torch itself serves them."""
+
+
+class DcpPatch(AbstractContextManager["DcpPatch"]):
+    """See :func:`pannier.client.patch_dcp`. May be nested, and used again."""
+
+    def __enter__(self) -> "DcpPatch":
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.stop()
+        else:
+            _restore()
+
+    def start(self) -> None:
+        """Replaces torch's functions, until :meth:`stop`."""
+        global _depth
+        with _lock:
+            _depth += 1
+            if _depth == 1:
+                _replace()
+
+    def stop(self) -> None:
+        """Puts torch's functions back, and waits for the saves that are under way.
+
+        Raises PannierError: one failed and its error was not retrieved.
+        """
+        _restore()
+        for handle in _underway():
+            handle.wait()
+        raise_unretrieved()
+
+
+def _replace() -> None:
+    ours = dict(zip((_torch_save, _torch_async_save, _torch_load), _OURS, strict=True))
+    # What was imported by name lies in the importing module.
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__ == __name__:
+            continue
+        for name, value in list(vars(module).items()):
+            # Asking others for their class may run code of theirs.
+            if type(value) is FunctionType and value in ours:
+                setattr(module, name, ours[value])
+                _replaced.append((module, name, value))
+
+
+def _restore() -> None:
+    global _depth
+    with _lock:
+        if not _depth:
+            raise RuntimeError("patch_dcp() was stopped more often than it was started")
+        _depth -= 1
+        if _depth:
+            return
+        while _replaced:
+            module, name, original = _replaced.pop()
+            # Unless another patch has come on top of it.
+            if any(vars(module).get(name) is each for each in _OURS):
+                setattr(module, name, original)
+
+
+def _underway(checkpoint_id: str | None = None) -> list[SaveHandle]:
+    """Saves that have not ended; to ``checkpoint_id``, if it is given."""
+    with _lock:
+        return [
+            handle for handle in _pending if checkpoint_id in (None, handle.status().checkpoint_id)
+        ]
+
+
+@functools.wraps(_torch_save)
+def _save(
+    state_dict: Any, *, checkpoint_id: Any = None, storage_writer: Any = None, **arguments: Any
+) -> Metadata:
+    target = _target(checkpoint_id, storage_writer)
+    if target is None:
+        metadata: Metadata = _torch_save(
+            state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **arguments
+        )
+        return metadata
+    # Committed when it returns: callers read, rename or link it next.
+    return client.save(state_dict, **target, **arguments).metadata()
+
+
+@functools.wraps(_torch_async_save)
+def _async_save(
+    state_dict: Any,
+    *,
+    checkpoint_id: Any = None,
+    storage_writer: Any = None,
+    async_checkpointer_type: Any = None,
+    async_stager: Any = None,
+    **arguments: Any,
+) -> Any:
+    target = _target(checkpoint_id, storage_writer)
+    if target is None:
+        own = {"async_checkpointer_type": async_checkpointer_type, "async_stager": async_stager}
+        return _torch_async_save(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_writer=storage_writer,
+            **{name: value for name, value in own.items() if value is not None},
+            **arguments,
+        )
+    _check_stager(async_stager)
+    handle = client.async_save(state_dict, **target, **arguments)
+    with _lock:
+        _pending.add(handle)
+    handle.add_done_callback(_forget)
+    return handle
+
+
+@functools.wraps(_torch_load)
+def _load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: Any = None,
+    storage_reader: Any = None,
+    **arguments: Any,
+) -> None:
+    source = _source(checkpoint_id, storage_reader)
+    if source is None:
+        _torch_load(
+            state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **arguments
+        )
+        return
+    place = source.get("checkpoint_id") or source["storage_reader"].checkpoint_id
+    for handle in _underway(absolute(place)):
+        # What it raises is raised by the load.
+        handle.wait()
+    client.load(state_dict, **source, **arguments)
+
+
+_OURS: Final = (_save, _async_save, _load)
+
+
+def _forget(handle: Any) -> None:
+    with _lock:
+        _pending.discard(handle)
+
+
+def _target(checkpoint_id: Any, writer: Any) -> dict[str, Any] | None:
+    """Where a save goes, as arguments of the client; None: it is torch's own matter."""
+    if not _depth:
+        # The caller has kept a function that was replaced.
+        return None
+    if isinstance(writer, client.StorageWriter):
+        return {"checkpoint_id": checkpoint_id, "storage_writer": writer}
+    path = _path(checkpoint_id, writer)
+    # torch's own replaces whatever is there, unless its writer may not.
+    return path and {**path, "overwrite": getattr(writer, "overwrite", True)}
+
+
+def _source(checkpoint_id: Any, reader: Any) -> dict[str, Any] | None:
+    """What a load reads, as arguments of the client; None: it is torch's own matter."""
+    if not _depth:
+        return None
+    if isinstance(reader, client.StorageReader):
+        found = {"checkpoint_id": checkpoint_id, "storage_reader": reader}
+        return {name: value for name, value in found.items() if value is not None}
+    return _path(checkpoint_id, reader)
+
+
+def _path(checkpoint_id: Any, storage: Any) -> dict[str, Any] | None:
+    if storage is None:
+        # Without either, torch says what is missing.
+        return None if checkpoint_id is None else {"checkpoint_id": checkpoint_id}
+    if torch_compat.is_plain_files(storage):
+        return {"checkpoint_id": checkpoint_id or storage.path}
+    kind = f"{type(storage).__module__}.{type(storage).__qualname__}"
+    if kind not in _passed_on:
+        _passed_on.add(kind)
+        _log.warning("patch_dcp(): what %s reads or writes is left to torch", kind)
+    return None
+
+
+def _check_stager(stager: Any) -> None:
+    """Raises InvalidRequestError for one whose work would be missing; torch's own only copy, as Pannier does."""
+    kind = type(stager)
+    if stager is None or kind.__module__.startswith(f"{checkpoint.__name__}."):
+        return
+    raise InvalidRequestError(
+        f"async_stager={kind.__module__}.{kind.__qualname__}: Pannier stages by itself and would not call it; "
+        "leave it out, or leave this call out of patch_dcp()"
+    )

@@ -1,0 +1,196 @@
+"""Code that calls ``torch.distributed.checkpoint`` saves and loads with Pannier within ``client.patch_dcp()``."""
+
+import sys
+import types
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+from pannier import client
+from pannier.client import InvalidRequestError, SaveAbortedError
+from support.processes.daemons import Daemons
+from support.processes.stretch import BOUND_S
+from support.storage.gcs_server import GcsServer
+
+NAMES = ("save", "async_save", "load")
+TORCHS = [getattr(dcp, name) for name in NAMES]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def running(tmp_path_factory: pytest.TempPathFactory, server: GcsServer) -> Iterator[None]:
+    bucket = {"STORAGE_EMULATOR_HOST": server.url}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Daemons(tmp_path_factory.mktemp("daemons"), environment=bucket) as daemons,
+    ):
+        for name, value in {**daemons.env(), **bucket}.items():
+            patch.setenv(name, value)
+        yield
+        client.close()
+
+
+@pytest.fixture(autouse=True)
+def unpatched(server: GcsServer) -> Iterator[None]:
+    yield
+    server.clear()
+    assert [getattr(dcp, name) for name in NAMES] == TORCHS
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((64,), value), "step": int(value)}
+
+
+def loaded(**source: Any) -> float:
+    """By the function that is there now."""
+    target = state(0)
+    dcp.load(target, **source)
+    assert target["step"] == target["w"][63]
+    return float(target["w"][0])
+
+
+def attempts(path: Path) -> list[Path]:
+    """What only Pannier writes."""
+    return list(path.glob(".pannier/**/*"))
+
+
+def test_what_save_has_written_is_committed_when_it_returns(tmp_path: Path) -> None:
+    with client.patch_dcp():
+        metadata = dcp.save(state(1), checkpoint_id=tmp_path / "a")
+        assert attempts(tmp_path / "a")
+        stored = dcp.FileSystemReader(tmp_path / "a").read_metadata()
+        assert metadata.storage_data == stored.storage_data
+        assert loaded(checkpoint_id=tmp_path / "a") == 1
+    assert loaded(checkpoint_id=tmp_path / "a") == 1
+
+
+def test_files_count_by_their_path(tmp_path: Path, server: GcsServer) -> None:
+    path, url = tmp_path / "a", "gs://bucket/files"
+    with client.patch_dcp():
+        dcp.save(state(1), storage_writer=dcp.FileSystemWriter(path, thread_count=2))
+        dcp.save(state(2), storage_writer=FsspecWriter(url, token="anon"), planner=None)
+        # An id that is given goes before the writer's own.
+        dcp.save(state(3), storage_writer=dcp.FileSystemWriter(path), checkpoint_id=tmp_path / "b")
+        for reader, value in (
+            (dcp.FileSystemReader(path), 1),
+            (FsspecReader(url, token="anon"), 2),
+            (client.StorageReader(tmp_path / "b"), 3),
+        ):
+            assert loaded(storage_reader=reader) == value
+    assert attempts(path)
+    assert attempts(tmp_path / "b")
+
+
+def test_async_save_has_the_types_that_frameworks_look_for(tmp_path: Path) -> None:
+    values = state(1)
+    with client.patch_dcp():
+        handle = dcp.async_save(
+            values,
+            storage_writer=dcp.FileSystemWriter(tmp_path / "a"),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=BlockingAsyncStager(),
+        )
+        assert isinstance(handle, Future)
+        assert isinstance(handle, AsyncSaveResponse)
+        # Staged.
+        values["w"].fill_(7)
+        handle.result(BOUND_S)
+        assert loaded(checkpoint_id=tmp_path / "a") == 1
+
+
+def test_a_load_waits_for_a_save_to_the_same_place(server: GcsServer) -> None:
+    server.fault(kind="delay", seconds=0.5, times=2)
+    with client.patch_dcp():
+        dcp.async_save(state(5), checkpoint_id="gs://bucket/soon")
+        assert loaded(checkpoint_id="gs://bucket/soon") == 5
+
+
+def test_leaving_the_context_waits_and_raises_what_failed(
+    server: GcsServer, tmp_path: Path
+) -> None:
+    with client.patch_dcp():
+        dcp.async_save(state(1), checkpoint_id=tmp_path / "a")
+    assert (tmp_path / "a" / ".metadata").exists()
+
+    server.fault(kind="status", status=403, message="no such right", times=-1)
+    with pytest.raises(SaveAbortedError, match="no such right"), client.patch_dcp():
+        dcp.async_save(state(1), checkpoint_id="gs://bucket/denied")
+
+
+def test_an_error_within_it_is_the_one_that_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError), client.patch_dcp():
+        raise ZeroDivisionError
+
+
+def test_names_that_were_imported_are_replaced_and_put_back(tmp_path: Path) -> None:
+    trainer = types.ModuleType("a_trainer")
+    vars(trainer).update(write=dcp.save, other=state_dict_loader.load, unrelated=loaded)
+    sys.modules["a_trainer"] = trainer
+    try:
+        patch = client.patch_dcp()
+        patch.start()
+        with patch:
+            assert state_dict_saver.async_save is dcp.async_save is not TORCHS[1]
+        kept = dcp.save
+        trainer.write(state(4), checkpoint_id=tmp_path / "a")
+        assert trainer.other is dcp.load
+        patch.stop()
+    finally:
+        del sys.modules["a_trainer"]
+    assert [trainer.write, trainer.other, trainer.unrelated] == [TORCHS[0], TORCHS[2], loaded]
+    assert attempts(tmp_path / "a")
+    # A caller that has kept the function has torch's afterwards.
+    kept(state(5), checkpoint_id=tmp_path / "b")
+    assert not attempts(tmp_path / "b")
+    assert loaded(checkpoint_id=tmp_path / "b") == 5
+    with pytest.raises(RuntimeError, match="more often than it was started"):
+        patch.stop()
+
+
+def test_other_storage_is_torchs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Own(dcp.FileSystemWriter):
+        pass
+
+    with client.patch_dcp():
+        for name in ("a", "b"):
+            dcp.save(state(1), storage_writer=Own(tmp_path / name))
+            assert not attempts(tmp_path / name)
+            assert loaded(checkpoint_id=tmp_path / name) == 1
+    messages = [each.message for each in caplog.records if each.name.startswith("pannier")]
+    assert [each.rpartition(".")[2] for each in messages if "patch_dcp()" in each] == [
+        "Own reads or writes is left to torch"
+    ]
+
+
+def test_what_is_there_is_replaced_as_the_writer_says(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    dcp.save(state(1), checkpoint_id=path)
+    with client.patch_dcp():
+        dcp.save(state(2), checkpoint_id=path)
+        assert loaded(checkpoint_id=path) == 2
+        with pytest.raises(client.CheckpointExistsError):
+            dcp.save(state(3), storage_writer=dcp.FileSystemWriter(path, overwrite=False))
+        assert loaded(checkpoint_id=path) == 2
+
+
+def test_what_can_not_be_kept_is_refused_by_name(tmp_path: Path) -> None:
+    class OwnStager(BlockingAsyncStager):
+        pass
+
+    with client.patch_dcp():
+        with pytest.raises(InvalidRequestError, match=r"async_stager=.*OwnStager"):
+            dcp.async_save(state(1), checkpoint_id=tmp_path / "a", async_stager=OwnStager())
+        with pytest.raises(InvalidRequestError, match="use_collectives=False"):
+            dcp.save(state(1), checkpoint_id=tmp_path / "a", use_collectives=False)
+        # torch's own errors stay.
+        with pytest.raises(RuntimeError):
+            dcp.save(state(1))
+    assert not (tmp_path / "a" / ".metadata").exists()
