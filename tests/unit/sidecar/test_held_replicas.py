@@ -129,10 +129,11 @@ def test_a_restarted_sidecar_has_it_again(holder: ReplicaHosts) -> None:
     assert list(again.response().held) == [1000, 0, 0]
     again.send(1, 0, data[1])
     again.await_complete()
-    holder.restart_holder()
     before = len(holder.holder.coordinator.requests)
+    holder.restart_holder()
+    # Its first report has the ranks, too.
     report = holder.holder.coordinator.await_request(
-        lambda request: bool(request.copies.replicas), after=before
+        lambda request: any(each.context.ranks for each in request.copies.replicas), after=before
     )
     (held,) = report.copies.replicas
     assert held.complete

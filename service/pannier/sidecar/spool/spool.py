@@ -358,10 +358,13 @@ class Spool:
 
     def _reserve(self, file: SpoolFile, missing: int) -> None:
         while missing:
+            before = os.fstat(file.fd).st_size
             add_huge_pages(file.fd, file.capacity, file.capacity + missing)
             try:
                 os.posix_fallocate(file.fd, file.capacity, missing)
             except OSError as error:
+                # Huge pages for a part of it would lie there uncounted.
+                os.ftruncate(file.fd, before)
                 if error.errno not in _FULL:
                     raise
                 with self._lock:
