@@ -9,9 +9,12 @@ import ctypes
 import functools
 import mmap
 import os
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final
+
+from pannier.common import timeouts
 
 _PIECE: Final = 64 << 20
 """Bytes of one call: what fails, fails after so many."""
@@ -33,7 +36,8 @@ _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 def add_huge_pages(fd: int, start: int, end: int) -> int:
     """Fills bytes ``start`` to ``end`` of a file of a tmpfs with huge pages, and extends it to ``end``.
 
-    Returns the bytes that have one; where they end, the kernel had none left, or the file system no space.
+    Returns the bytes that have one; where they end, the kernel had none left or took
+    too long to make them (``timeouts.HUGE_PAGES_S``), or the file system had no space.
     """
     size = _huge_page()
     first, last = -(-start // size) * size if size else 0, end // size * size if size else 0
@@ -42,7 +46,8 @@ def add_huge_pages(fd: int, start: int, end: int) -> int:
     done = first
     with suppress(OSError):
         os.ftruncate(fd, max(end, os.fstat(fd).st_size))
-        while done < last:
+        end_s = time.monotonic() + timeouts.HUGE_PAGES_S
+        while done < last and time.monotonic() < end_s:
             piece = min(_PIECE, last - done)
             # The kernel fills up what has begun, and leaves what is empty alone.
             for at in range(done, done + piece, size):
