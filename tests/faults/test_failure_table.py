@@ -166,6 +166,7 @@ ROWS = {
     "storage asks for less load, or hangs, during a load": [
         "faults/test_blocks_from_peers.py::test_storage_that_asks_for_less_load_delays_a_block_and_is_asked_by_no_other_host",
         "faults/test_blocks_from_peers.py::test_a_read_of_storage_that_hangs_is_made_a_second_time",
+        "unit/client/test_storage_reader.py::test_a_bucket_that_hangs_refuses_or_cuts_a_request_only_delays_the_load",
     ],
     "a process changes a spool file before a load": [
         "faults/test_local_copies.py::test_a_copy_that_another_process_changed_is_read_from_the_bucket",

@@ -35,6 +35,7 @@ from pannier.common import timeouts
 
 # A machine that stalls isn't a peer that does, nor are its daemons idle.
 timeouts.FETCH_STALL_S = timeouts.FETCH_SLOW_S = timeouts.JOB_DAEMONS_IDLE_S = 600
+timeouts.STORED_STALL_S = timeouts.STORED_FIRST_STALL_S = 600
 launcher._pannier = lambda: [sys.executable, os.environ["DAEMONS"]]
 dist.init_process_group("gloo")
 rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))

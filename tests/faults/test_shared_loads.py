@@ -36,7 +36,7 @@ from pannier import client
 from pannier.common import timeouts
 
 timeouts.FETCH_STALL_S = float(os.environ.get("STALL", "600"))
-timeouts.FETCH_SLOW_S = 600
+timeouts.FETCH_SLOW_S = timeouts.STORED_STALL_S = timeouts.STORED_FIRST_STALL_S = 600
 WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
 if WORLD > 1:
     dist.init_process_group("gloo")

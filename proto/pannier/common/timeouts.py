@@ -160,6 +160,10 @@ FETCH_SLOW_S: Final = 30.0 * SCALE
 """The same for one block, from a sidecar that does."""
 FETCH_LAST_S: Final = 60.0 * SCALE
 """For such a block, when storage can't be read either."""
+STORED_STALL_S: Final = 2.0 * SCALE
+"""Shortest time after which a rank's read of storage is made a second time."""
+STORED_FIRST_STALL_S: Final = 10.0 * SCALE
+"""The same as long as the usual time of reads of like sizes isn't known."""
 FETCH_CLOSE_S: Final = 2.0 * SCALE
 """For the stream of fetched blocks to end with its load."""
 LOAD_S: Final = 600.0 * SCALE

@@ -469,13 +469,13 @@ def test_large_tensors_are_read_in_parts_from_other_storage(
     for file in tmp_path.iterdir():
         fs.pipe_file(f"/direct/step/{file.name}", file.read_bytes())
     requested: list[int] = []
-    original = StorageDir.read_into
+    original = StorageDir.read_range
 
-    def recording(place: StorageDir, name: str, offset: int, target: memoryview) -> None:
-        requested.append(len(target))
-        original(place, name, offset, target)
+    def recording(place: StorageDir, name: str, offset: int, size: int) -> bytes:
+        requested.append(size)
+        return original(place, name, offset, size)
 
-    monkeypatch.setattr(StorageDir, "read_into", recording)
+    monkeypatch.setattr(StorageDir, "read_range", recording)
     got = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
     dcp.load(got, storage_reader=StorageReader("memory://direct/step"), no_dist=True)
     assert differences(got, want) == []

@@ -48,11 +48,14 @@ class Storage:
         self.reads = 0
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        target[:] = self.read_range(name, offset, len(target))
+
+    def read_range(self, name: str, offset: int, size: int) -> bytes:
         self.reads += 1
         assert self.may_answer.wait(BOUND_S)
         if self.error is not None:
             raise self.error
-        target[:] = self.content[offset : offset + len(target)]
+        return self.content[offset : offset + size]
 
 
 @pytest.fixture
@@ -73,7 +76,7 @@ def progress() -> LoadProgress:
 
 @pytest.fixture
 def blocks(files: SharedFiles, storage: Storage, progress: LoadProgress) -> Iterator[SharedBlocks]:
-    made = SharedBlocks(files, StoredReads(storage.read_into, URL), URL, progress)
+    made = SharedBlocks(files, StoredReads(storage.read_range, URL), URL, progress)
     yield made
     storage.may_answer.set()
     made.close()
@@ -282,7 +285,7 @@ def test_a_sidecar_that_shows_that_it_is_alive_is_waited_for(
     files: SharedFiles, storage: Storage, progress: LoadProgress
 ) -> None:
     lively = LivelyFiles(files.directory, wait=True)
-    blocks = SharedBlocks(lively, StoredReads(storage.read_into, URL), URL, progress)
+    blocks = SharedBlocks(lively, StoredReads(storage.read_range, URL), URL, progress)
     with ThreadPoolExecutor() as pool:
         reading = pool.submit(read, blocks)
         # Many times as many polls as a sidecar may be quiet for.

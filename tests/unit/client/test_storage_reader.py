@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from pannier.client.restore.load_sharing import LoadSharing
 from pannier.client.restore.local_file import LocalFile
 from pannier.client.restore.restore_plan import LoadName, RankNeeds, RankPlan
 from pannier.client.restore.shared_blocks import BlockReader
+from pannier.common import timeouts
 from pannier.v1 import records_pb2, restore_pb2
 from pannier.wire.errors import (
     ConfigurationError,
@@ -39,6 +41,7 @@ from pannier.wire.errors import (
     PannierError,
     StorageError,
 )
+from support.actors.scripted_sidecar import wait_until
 from support.processes.descriptors import opened
 from support.processes.stretch import BOUND_S
 from support.states.bits import differences
@@ -93,13 +96,15 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, Any]]]:
+def servers(
+    server: GcsServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple[str, Any]]]:
     """URL of a root and storage options by kind of storage."""
-    with GcsServer(tmp_path_factory.mktemp("gcs")) as gcs, S3Server() as s3:
+    with S3Server() as s3:
         yield {
             "file": (f"file://{tmp_path_factory.mktemp('file')}", None),
             "memory": ("memory://reader", None),
-            "gs": ("gs://bucket/run", {"endpoint_url": gcs.url}),
+            "gs": ("gs://bucket/run", {"endpoint_url": server.url}),
             "s3": ("s3://bucket/run", s3.options),
         }
 
@@ -110,13 +115,45 @@ def test_reads_what_torch_wrote_from_any_storage(
 ) -> None:
     root, options = servers[kind]
     url = f"{root}/step-1"
+    upload(checkpoint, url, options)
+    reader = StorageReader(f"{url}/", storage_options=options)
+    assert reader.checkpoint_id == url
+    assert differences(load(reader, make_state()), make_state()) == []
+
+
+def upload(checkpoint: Path, url: str, options: Any) -> None:
     fs, path = fsspec.url_to_fs(url, **(options or {}))
     fs.makedirs(path, exist_ok=True)
     for file in checkpoint.iterdir():
         fs.pipe_file(f"{path}/{file.name}", file.read_bytes())
-    reader = StorageReader(f"{url}/", storage_options=options)
-    assert reader.checkpoint_id == url
-    assert differences(load(reader, make_state()), make_state()) == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"kind": "delay", "seconds": BOUND_S}, {"kind": "status", "status": 429}, {"kind": "reset"}],
+    ids=lambda fault: fault["kind"],
+)
+def test_a_bucket_that_hangs_refuses_or_cuts_a_request_only_delays_the_load(
+    server: GcsServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(timeouts, "STORED_FIRST_STALL_S", 0.5)
+    url, options = f"gs://bucket/{fault['kind']}/step-1", {"endpoint_url": server.url}
+    upload(checkpoint, url, options)
+    progress = LoadProgress()
+    reader = StorageReader(url, storage_options=options)
+    reader.use_progress(progress)
+    server.fault(method="GET", path="distcp", times=1, **fault)
+    try:
+        assert differences(load(reader, make_state()), make_state()) == []
+    finally:
+        (rule,) = server.faults()
+        server.clear()
+        server.release()
+        # The request that hung is answered before the server ends.
+        wait_until(lambda: not any("pannier-stored" in each.name for each in threading.enumerate()))
+    assert rule["hits"] == 1
+    if fault["kind"] == "delay":
+        assert progress.report().status.hedges == 1
 
 
 @pytest.mark.parametrize(

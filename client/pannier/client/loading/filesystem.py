@@ -109,16 +109,26 @@ class StorageDir:
 
         Raises StorageError also when the object ends before.
         """
+        if not self.is_local:
+            target[:] = self.read_range(name, offset, len(target))
+            return
         with self._naming(name):
-            count = (
-                _read_local(self._at(name), offset, target)
-                if self.is_local
-                else self._read_remote(self._at(name), offset, target)
-            )
-        if count != len(target):
+            count = _read_local(self._at(name), offset, target)
+        self._check_range(name, offset, count, len(target))
+
+    @shielded
+    def read_range(self, name: str, offset: int, size: int) -> bytes:
+        """Bytes of an object. Raises StorageError also when the object ends before."""
+        with self._naming(name):
+            data: bytes = self._fs.cat_file(self._at(name), start=offset, end=offset + size)
+        self._check_range(name, offset, len(data), size)
+        return data
+
+    def _check_range(self, name: str, offset: int, found: int, size: int) -> None:
+        if found != size:
             raise StorageError(
-                f"{self.url}/{name} ends after {offset + count} bytes, but the checkpoint's "
-                f"metadata wants those up to {offset + len(target)}: the file was cut or replaced"
+                f"{self.url}/{name} ends after {offset + found} bytes, but the checkpoint's "
+                f"metadata wants those up to {offset + size}: the file was cut or replaced"
             )
 
     @shielded
@@ -204,11 +214,6 @@ class StorageDir:
 
     def _at(self, name: str) -> str:
         return posixpath.join(self._path, name)
-
-    def _read_remote(self, path: str, offset: int, target: memoryview) -> int:
-        data = self._fs.cat_file(path, start=offset, end=offset + len(target))
-        target[: len(data)] = data
-        return len(data)
 
     @contextmanager
     def _naming(self, name: str, done: str = "read") -> Iterator[None]:

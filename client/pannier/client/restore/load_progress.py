@@ -84,7 +84,7 @@ class LoadProgress:
         self._add("retries")
 
     def add_hedge(self) -> None:
-        """A block is requested from a second place, too."""
+        """A request is made a second time, elsewhere if possible, since the first takes long."""
         self._add("hedges")
 
     def add_rejected(self) -> None:

@@ -16,7 +16,7 @@ import crc32c
 
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import BUCKET
-from pannier.client.restore.stored_reads import StoredReads
+from pannier.client.restore.stored_reads import Check, StoredReads
 from pannier.common import timeouts
 from pannier.wire.errors import IntegrityError, PannierError, StorageError
 
@@ -155,7 +155,8 @@ class SharedBlocks:
         self, name: str, block: int, memory: memoryview, request: "Future[FetchedBlock]"
     ) -> str:
         seen = self._reader.messages()
-        stored = self._start_stored(name, block, len(memory))
+        offset, check = self._stored(name, block)
+        stored = self._storage.start(name, offset, len(memory), check)
         if not self._end.done():
             self._progress.add_hedge()
             self._log_once("blocks come slowly through sidecars: they are read from storage, too")
@@ -181,26 +182,28 @@ class SharedBlocks:
         return BUCKET
 
     def _read_stored(self, name: str, block: int, memory: memoryview) -> str:
+        offset, check = self._stored(name, block)
         with self._progress.requesting(BUCKET):
-            memory[:] = self._start_stored(name, block, len(memory)).result()
+            self._storage.read_into(name, offset, memory, check)
         return BUCKET
 
-    def _start_stored(self, name: str, block: int, size: int) -> "Future[memoryview]":
+    def _stored(self, name: str, block: int) -> tuple[int, Check]:
+        """Where a block lies in its file, and what checks its bytes."""
         place = self._reader.find(name, block)
         if place is None:
             raise StorageError(f"block {block} of {self._url}/{name} isn't shared")
         offset, expected = place.offset, place.crc32c
 
-        def check(memory: memoryview) -> None:
-            crc = crc32c.crc32c(memory)
+        def check(content: bytes | memoryview) -> None:
+            crc = crc32c.crc32c(content)
             if expected is not None and crc != expected:
                 raise IntegrityError(
-                    f"bytes {offset} to {offset + len(memory)} of {self._url}/{name} have crc32c "
+                    f"bytes {offset} to {offset + len(content)} of {self._url}/{name} have crc32c "
                     f"{crc:08x}, saved was {expected:08x}: its bytes are damaged or another file's; "
                     "`pannier verify` lists all damaged files"
                 )
 
-        return self._storage.start(name, offset, size, check)
+        return offset, check
 
     def _note(self, error: PannierError) -> None:
         if self._end.done():
@@ -219,7 +222,7 @@ class SharedBlocks:
             _log.warning("%s: %s", self._url, text)
 
 
-def _succeeded(future: "Future[FetchedBlock] | Future[memoryview]") -> bool:
+def _succeeded(future: "Future[FetchedBlock] | Future[bytes | memoryview]") -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
 
 

@@ -51,6 +51,9 @@ class Storage(Protocol):
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Fills ``target`` with a file's bytes from ``offset`` on. Raises StorageError. Thread-safe."""
 
+    def read_range(self, name: str, offset: int, size: int) -> bytes | memoryview:
+        """The same bytes; not of local files."""
+
 
 class Sharing(Protocol):
     """How the ranks of a load share what they read: one rank's side; see :mod:`pannier.client.restore.load_sharing`."""
@@ -107,11 +110,9 @@ class Sources:
         self._url = url
         self._lock = threading.Lock()
         self._local = dict(local)
-        self._targeted = frozenset(local)
-        """Files that may be read into a tensor's own memory, also once they aren't near any more."""
         self._progress = progress
         self._cache = BlockCache()
-        self._stored = StoredReads(storage.read_into, url)
+        self._stored = StoredReads(storage.read_range, url, progress.add_hedge)
         self._shared = None if reader is None else SharedBlocks(reader, self._stored, url, progress)
         self._origins: dict[tuple[str, int], str] = {}
         """Sources of the shared blocks in the cache, and of earlier ones."""
@@ -197,10 +198,8 @@ class Sources:
 
     def _read_stored(self, name: str, offset: int, target: memoryview) -> None:
         with self._progress.requesting(BUCKET):
-            if name in self._targeted and not self._storage.is_local:
-                self._stored.read_into(name, offset, target)
-            else:
-                self._storage.read_into(name, offset, target)
+            read = self._storage.read_into if self._storage.is_local else self._stored.read_into
+            read(name, offset, target)
         self._progress.add_read(BUCKET, name, len(target))
 
     def _read_shared(

@@ -1,42 +1,68 @@
-"""Reads of storage that a load needn't wait for until they end.
+"""Reads of storage on another host: each is repeated if it takes long, and none has to be waited for until it ends.
 
-In: a range of a file. Out: its bytes, in memory of their own, from a thread of their own. Storage may take
-its time to answer, or to give up: when these reads are closed, all who wait for one get an error at
-once, and what storage still sends is dropped. Thread-safe; for one load of one rank.
+In: a range of a file. Out: its bytes, in memory of their own, from a thread of their own. A request that takes
+several times as long as its like is made a second time, since it may hang; the first good answer
+counts. Storage may take its time to answer, or to give up: when these reads are closed, all who wait for one get
+an error at once, and what storage still sends is dropped. Thread-safe; for one load of one rank.
 """
 
 import threading
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from statistics import median
 from typing import Final
 
-import numpy as np
-
+from pannier.common import timeouts
 from pannier.wire.errors import StorageError
 
 _THREADS: Final = 64
-"""Reads at a time; each of the load's own threads waits for one at most."""
+"""Requests at a time; each of the load's own threads waits for two at most."""
+_KNOWN: Final = 64
+"""Durations of requests of like sizes that their median is of."""
+_ENOUGH: Final = 5
+"""Fewer durations have no median."""
+_LONG: Final = 4
+"""Times the median: then a request is made again."""
 
-ReadStorage = Callable[[str, int, memoryview], None]
-"""Fills memory with a file's bytes from an offset on. Raises StorageError."""
-Check = Callable[[memoryview], None]
+ReadStorage = Callable[[str, int, int], bytes | memoryview]
+"""A file's bytes from an offset on, so many. Raises StorageError."""
+Check = Callable[[bytes | memoryview], None]
 """Raises PannierError: the bytes are not those that were saved."""
+
+
+class _Wanted(Future[bytes | memoryview]):
+    """Bytes that are to come."""
+
+    def __init__(self, name: str, offset: int, size: int, check: Check) -> None:
+        super().__init__()
+        self.range: Final = (name, offset, size)
+        self.check: Final = check
+        self.requests = 0
+        """Under way."""
 
 
 class StoredReads:
     """See the module.
 
     Args:
-        read: fills memory from storage; may still run after :meth:`close`.
+        read: asks storage; may still run after :meth:`close`.
         url: the checkpoint's directory, for messages.
+        hedged: called when a request is made a second time.
     """
 
-    def __init__(self, read: ReadStorage, url: str) -> None:
+    def __init__(
+        self, read: ReadStorage, url: str, hedged: Callable[[], None] = lambda: None
+    ) -> None:
         self._read = read
         self._url = url
+        self._hedged = hedged
         self._lock = threading.Lock()
-        self._wanted: set[Future[memoryview]] = set()
+        self._wanted: set[_Wanted] = set()
         """Without an answer yet."""
+        self._durations: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_KNOWN))
+        """Of requests, by the bits of their size."""
         self._closed = False
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="pannier-stored")
 
@@ -44,23 +70,28 @@ class StoredReads:
         self, name: str, offset: int, target: memoryview, check: Check = lambda _: None
     ) -> None:
         """Fills ``target``; leaves it as it is, and raises StorageError, once this is closed."""
-        target[:] = self.start(name, offset, len(target), check).result()
+        wanted = self.start(name, offset, len(target), check)
+        if not wait([wanted], self._long_s(len(target))).done:
+            with self._lock:
+                again = wanted in self._wanted and self._request(wanted)
+            if again:
+                self._hedged()
+        target[:] = wanted.result()
 
     def start(
         self, name: str, offset: int, size: int, check: Check = lambda _: None
-    ) -> "Future[memoryview]":
+    ) -> "Future[bytes | memoryview]":
         """The bytes, later; or what storage or ``check`` raises, or StorageError once this is closed."""
-        wanted: Future[memoryview] = Future()
+        wanted = _Wanted(name, offset, size, check)
         with self._lock:
             if self._closed:
                 wanted.set_exception(self._ended(name))
-                return wanted
-            try:
-                self._pool.submit(self._run, wanted, name, offset, size, check)
-            except RuntimeError as error:  # the interpreter is ending and starts no threads
-                wanted.set_exception(StorageError(f"{self._url}/{name} can't be read: {error}"))
-                return wanted
-            self._wanted.add(wanted)
+            elif self._request(wanted):
+                self._wanted.add(wanted)
+            else:
+                wanted.set_exception(
+                    StorageError(f"{self._url}/{name} can't be read: this process is ending")
+                )
         return wanted
 
     def close(self) -> None:
@@ -73,26 +104,46 @@ class StoredReads:
         # Not cancel_futures, which wakes no thread that waits: what is queued ends by itself.
         self._pool.shutdown(wait=False)
 
-    def _run(
-        self, wanted: "Future[memoryview]", name: str, offset: int, size: int, check: Check
-    ) -> None:
-        if self._closed:
-            return
-        memory = np.empty(size, np.uint8).data
-        failure: BaseException | None = None
+    def _request(self, wanted: _Wanted) -> bool:
+        """Makes a request; False: the interpreter is ending and starts no threads. The lock is held."""
         try:
-            self._read(name, offset, memory)
-            check(memory)
+            self._pool.submit(self._run, wanted)
+        except RuntimeError:
+            return False
+        wanted.requests += 1
+        return True
+
+    def _long_s(self, size: int) -> float:
+        """Seconds after which a request of a size is made again."""
+        with self._lock:
+            known = list(self._durations[size.bit_length()])
+        if len(known) < _ENOUGH:
+            return timeouts.STORED_FIRST_STALL_S
+        return max(timeouts.STORED_STALL_S, _LONG * median(known))
+
+    def _run(self, wanted: _Wanted) -> None:
+        if self._closed or wanted.done():
+            return
+        name, offset, size = wanted.range
+        content: bytes | memoryview = b""
+        failure: BaseException | None = None
+        began = time.monotonic()
+        try:
+            content = self._read(name, offset, size)
+            wanted.check(content)
         except BaseException as error:  # noqa: BLE001 - raised where the bytes are awaited
             failure = error
         with self._lock:
-            if wanted not in self._wanted:
+            wanted.requests -= 1
+            if failure is None:
+                self._durations[size.bit_length()].append(time.monotonic() - began)
+            if wanted not in self._wanted or (failure is not None and wanted.requests):
                 return
             self._wanted.discard(wanted)
         if failure is not None:
             wanted.set_exception(failure)
         else:
-            wanted.set_result(memory)
+            wanted.set_result(content)
 
     def _ended(self, name: str) -> StorageError:
         return StorageError(f"{self._url}: {name} isn't read any more: the load has ended")

@@ -25,7 +25,7 @@ _EVENTS: Final = (
     (
         "hedges",
         "pannier_load_hedges",
-        "Blocks that loads requested from a second place, too, since the first took long.",
+        "Requests of loads that were made a second time, elsewhere if possible, since the first took long.",
     ),
     (
         "rejected_blocks",
