@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from pannier.v1 import load_status_pb2
+from pannier.daemon.status_service import Backlog
+from pannier.v1 import load_status_pb2, status_pb2
 from support.actors.hand import Party
 from support.actors.load_reporters import LOADED, READING, ReportingRank
 from support.network.browser import Browser, browsing
@@ -228,6 +229,21 @@ def _colours(browser: Browser) -> int:
         }"""
     )
     return int(found)
+
+
+def test_what_is_here_for_loads_has_a_tile(browser: Browser) -> None:
+    copies = [
+        status_pb2.LocalCopy(checkpoint_id=f"gs://bucket/{root}/step-{MARKUP}{root}", bytes=1 << 30)
+        for root in ("a", "b")
+    ]
+    with serving([], Backlog(capacity_bytes=8 << 30, local_copies=copies)) as pages:
+        browser.page.goto(pages.url())
+        tile = browser.page.locator("#tiles .tile").last
+        expect(tile.locator("b")).to_have_text("2.0 GiB")
+        shown = tile.locator("span").all_text_contents()
+        assert shown == ["here for loads", f"step-{MARKUP}a, step-{MARKUP}b"]
+        assert browser.page.title() != "1"
+        browser.page.goto("about:blank")
 
 
 def test_a_load_is_listed_and_followed_and_its_failure_named(browser: Browser) -> None:

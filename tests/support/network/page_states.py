@@ -19,7 +19,7 @@ from pannier.daemon.loads.load_registry import LoadRegistry
 from pannier.daemon.metrics import Metrics
 from pannier.daemon.status_page import StatusPage
 from pannier.daemon.status_registry import StatusRegistry
-from pannier.daemon.status_service import DaemonInfo
+from pannier.daemon.status_service import Backlog, DaemonInfo
 from pannier.v1 import load_status_pb2, save_pb2
 from support.network.browser import browsing
 from support.processes.ranks import free_port
@@ -148,9 +148,13 @@ class Pages:
 
 
 @contextmanager
-def serving(statuses: Sequence[save_pb2.SaveStatus] = ()) -> Iterator[Pages]:
-    """The pages of a coordinator with these saves, the newest last."""
+def serving(
+    statuses: Sequence[save_pb2.SaveStatus] = (), backlog: Backlog | None = None
+) -> Iterator[Pages]:
+    """The pages of a coordinator with these saves, the newest last; with a backlog, of a sidecar."""
     registry, daemon_info = StatusRegistry(), DaemonInfo("coordinator-0")
+    if backlog is not None:
+        daemon_info.backlog = lambda: backlog
     pages = Pages(f"127.0.0.1:{free_port()}", registry, daemon_info.loads)
     for status in statuses:
         pages.put(status)

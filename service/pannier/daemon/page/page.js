@@ -105,6 +105,8 @@ function showTiles(list) {
   if (Number(list.spool_capacity_bytes)) {
     tiles.push(["to upload", size(list.bytes_queued), list.oldest_upload_s ? "the oldest for " + seconds(list.oldest_upload_s) : ""]);
     tiles.push(["spool", size(list.spool_bytes), size(list.spool_saves_bytes) + " of saves, " + size(list.spool_free_bytes) + " free"]);
+    const copies = list.local_copies;
+    if (copies.length) tiles.push(["here for loads", size(sum(copies, copy => Number(copy.bytes))), copies.map(copy => splitPath(copy.checkpoint_id)[1]).join(", ")]);
   }
   update($("tiles"), ...tiles.map(([name, value, more]) => {
     const tile = make("div", undefined, "tile");
