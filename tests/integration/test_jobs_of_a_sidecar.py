@@ -7,10 +7,14 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from pannier.client import Client, StorageReader
 from pannier.client.config import load_settings
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_report import LoadReporter
+from pannier.client.restore.load_result import LoadResult
 from support.actors.block_reader import BlockReader, Checkpoint
 from support.actors.nodes import JobFiles
 from support.actors.scripted_sidecar import wait_until
@@ -118,6 +122,25 @@ def fetch_blocks(scene: Scene) -> None:
             reader.next()
 
 
+def load(scene: Scene, job: str, token: str) -> LoadResult:
+    """Loads the job's first checkpoint with the token of a job."""
+    settings = load_settings(sidecar=scene.socket(job), token_file=scene.token(token), job=job)
+    reader = StorageReader(
+        f"gs://bucket/{job}/step-1",
+        storage_options={"endpoint_url": scene.server.url, "token": "anon"},
+    )
+    state = {key: torch.zeros(data.size) for key, data in tensors(reader).items()}
+    with Client(settings) as client:
+        result = client.load(state, reader, no_dist=True)
+    assert all(value.any() for value in state.values())
+    return result
+
+
+def tensors(reader: StorageReader) -> dict[str, TensorStorageMetadata]:
+    found = reader.read_metadata().state_dict_metadata
+    return {key: data for key, data in found.items() if isinstance(data, TensorStorageMetadata)}
+
+
 def test_operators_see_the_loads_of_all_jobs_and_a_job_its_own(scene: Scene) -> None:
     for job in JOBS:
         settings = load_settings(
@@ -143,7 +166,9 @@ def test_operators_see_the_loads_of_all_jobs_and_a_job_its_own(scene: Scene) -> 
     assert (unknown.code, name in unknown.err) == (1, True)
 
 
-def test_two_jobs_save_and_operators_see_both(scene: Scene) -> None:
+def test_two_jobs_save_and_load_and_operators_see_both(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
     # What others see of these in /proc is their own, not the fork server's.
     scene.daemons.sidecar.forked = False
     scene.daemons.sidecar.restart()
@@ -172,6 +197,10 @@ def test_two_jobs_save_and_operators_see_both(scene: Scene) -> None:
         page = get(scene.metrics, "/status.json").json()
         assert {save["save"]["job"] for save in page["saves"]} == set(JOBS)
         fetch_blocks(scene)
+        assert load(scene, "one", "one").files.keys() == {"own spool"}
+        with caplog.at_level("WARNING"):
+            assert load(scene, "one", "two").files.keys() == {"bucket"}
+        assert "can't be asked for local copies" in caplog.text
         # What others on the host may see of a process.
         for pid in (scene.daemons.sidecar.pid, one.processes[0].pid):
             for name in ("cmdline", "environ"):
