@@ -27,7 +27,8 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,
     _get_process_group_store,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 GLOBAL_PLANNING = (
     "create_global_plan",
@@ -123,6 +124,53 @@ DTENSOR_FACTS: Final = attrgetter("_spec.placements", "_spec.mesh", "shape", "re
 def in_mesh(value: DTensor) -> bool:
     """Whether this rank is in a DTensor's mesh; else DCP plans no item for it."""
     return value.device_mesh.get_coordinate() is not None
+
+
+def shard_problem(value: DTensor) -> str:
+    """Why DCP would store or load this rank's part of a DTensor in a wrong place; empty: it wouldn't.
+
+    DCP describes a part by its first element and a shape. With FSDP over tensor parallelism, whose first placement
+    is a ``_StridedShard``, a part is one block of the whole. In other layouts of that placement it has rows from
+    several places; and since torch 2.10 the shape is another rank's where the mesh doesn't divide the whole.
+    """
+    placements = getattr(value, "placements", ())
+    dims = {each.dim for each in placements if isinstance(each, StridedShard)}
+    if not dims or not in_mesh(value):
+        return ""
+    layout = f"a DTensor with placements {tuple(placements)} over a mesh of {tuple(value.device_mesh.shape)}"
+    if any(not _is_block(value, dim) for dim in dims):
+        return (
+            f"{layout} has rows from several places on this rank, which DCP can't describe; redistribute it to "
+            "Shard or Replicate first"
+        )
+    (local,) = local_tensors(value)
+    (described,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    if described.sizes == local.shape:
+        return ""
+    return (
+        f"{layout} has {tuple(local.shape)} of {tuple(value.shape)} on this rank, where DCP would describe "
+        f"{tuple(described.sizes)}; pad it to a size that the mesh divides, or redistribute it first"
+    )
+
+
+def _is_block(value: DTensor, dim: int) -> bool:
+    """Whether this rank's rows of a dimension lie side by side in the whole."""
+    mesh = value.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    rows = torch.arange(value.shape[dim], device="cpu")
+    for mesh_dim, placement in enumerate(value.placements):
+        if isinstance(placement, Shard | StridedShard) and placement.dim == dim:
+            pieces = int(getattr(placement, "split_factor", 1))
+            count, own = mesh.size(mesh_dim), coordinate[mesh_dim]
+            rows = torch.cat([_chunk(_chunk(rows, pieces, i), count, own) for i in range(pieces)])
+    return not len(rows) or int(rows[-1] - rows[0]) == len(rows) - 1
+
+
+def _chunk(tensor: torch.Tensor, count: int, index: int) -> torch.Tensor:
+    """The ``index``-th of ``count`` chunks as DTensor makes them, of which the last may be empty."""
+    size = -(-len(tensor) // count)
+    return tensor[index * size : (index + 1) * size]
 
 
 def sharded_facts(value: ShardedTensor) -> tuple[Any, ...]:
@@ -239,6 +287,7 @@ __all__ = [
     "ShardedTensor",
     "StorageInfo",
     "Store",
+    "StridedShard",
     "backward_is_running",
     "caches_plans",
     "copy_all",
@@ -252,6 +301,7 @@ __all__ = [
     "own_connection",
     "plain_torch_function",
     "set_element",
+    "shard_problem",
     "sharded_facts",
     "steps_in_backward",
     "uses_old_flattening",

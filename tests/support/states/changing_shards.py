@@ -1,11 +1,10 @@
 """A training with FSDP2 whose shards change between saves; see :mod:`support.states.changing`.
 
-For one rank of a group that isn't there: what a collective would bring is any bytes.
+For one rank of a group (:mod:`support.processes.absent_ranks`).
 """
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,17 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-
-@contextmanager
-def alone_of(ranks: int) -> Iterator[None]:
-    """Makes this process the last of so many ranks; there are no others."""
-    dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class ShardedTraining:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from pannier.client.staging.optimizer_guard import Guards
 from pannier.wire.errors import InvalidRequestError
 from support.actors.staged_saves import StagedSaves, assert_same, values_of
+from support.processes.absent_ranks import alone_of
 from support.states import changing_shards
 from support.states.changing import CHANGES, WRITING_IN_PLACE, Training
 from support.states.host_streams import FakeStream, fake_backend, host_as_device
@@ -92,7 +93,7 @@ def test_copies_that_are_late_have_it_too_or_the_save_fails(names: list[str], se
     st.integers(1, 3),
 )
 def test_each_save_has_its_steps_shards(names: list[str], seed: int, ranks: int) -> None:
-    with changing_shards.alone_of(ranks):
+    with alone_of(ranks):
         training = changing_shards.ShardedTraining(seed)
         saves = StagedSaves()
         try:

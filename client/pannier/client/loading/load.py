@@ -263,6 +263,9 @@ def _fill(
         for key in sorted(state_dict):
             value = state_dict[key]
             values[key] = value.state_dict() if _is_stateful(value) else value
+        for name, tensor in _dtensors(values):
+            if problem := torch_compat.shard_problem(tensor):
+                raise InvalidRequestError(f"{name!r} can't be loaded: {problem}")
         metadata = reader.read_metadata()
         try:
             planner.set_up_planner(values, metadata, ranks.is_first)
@@ -297,6 +300,17 @@ def _fill(
 def _is_stateful(value: object) -> TypeGuard[Stateful]:
     # Of a protocol, isinstance looks at all attributes of a type, 50 of them for a tensor.
     return type(value) not in _NOT_STATEFUL and isinstance(value, Stateful)
+
+
+def _dtensors(container: Any, path: str = "") -> Iterator[tuple[str, DTensor]]:
+    """The DTensors at any depth of mappings and lists, by their keys."""
+    items = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for key, value in items:
+        name = f"{path}.{key}" if path else str(key)
+        if isinstance(value, DTensor):
+            yield name, value
+        elif isinstance(value, Mapping | list | tuple):
+            yield from _dtensors(value, name)
 
 
 def _misfit(values: dict[str, Any], metadata: Metadata) -> str:
