@@ -25,7 +25,9 @@ pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
 SIZE = 20 * MIB
-"""Of one save; its data file goes up in three pieces."""
+"""Of one save; its data file goes up in two pieces, of which the last is small."""
+UNIT = 256 << 10
+"""The first has a multiple of so many bytes."""
 BUDGET = 70 * MIB
 """Of the spool: three saves."""
 PIECES = {"method": "PUT", "path": "upload_id"}
@@ -104,18 +106,18 @@ def test_a_cut_upload_goes_on_at_what_the_store_holds_and_nothing_is_sent_twice(
     server: GcsServer, daemons: Daemons, client: Client
 ) -> None:
     target = "gs://bucket/cut/step-1"
-    server.fault(kind="partial", bytes=3 * MIB, **PIECES, content_range=f"bytes {8 * MIB}-")
+    server.fault(kind="partial", bytes=11 * MIB, **PIECES, content_range="bytes 0-")
     before = len(server.requests())
     client.save(state(), checkpoint_id=target)
     sent = pieces(server, before)
     size = int(sent[0].rpartition("/")[2])
+    last = size // UNIT * UNIT
     # One request more to ask how far it is: no layer below us retries.
     assert sent == [
-        f"bytes 0-{8 * MIB - 1}/{size}",
-        f"bytes {8 * MIB}-{16 * MIB - 1}/{size}",
+        f"bytes 0-{last - 1}/{size}",
         f"bytes */{size}",
-        f"bytes {11 * MIB}-{16 * MIB - 1}/{size}",
-        f"bytes {16 * MIB}-{size - 1}/{size}",
+        f"bytes {11 * MIB}-{last - 1}/{size}",
+        f"bytes {last}-{size - 1}/{size}",
     ]
     status = await_save(daemons.sidecar_address, target, lambda save: True)
     assert [rank.retries for rank in status.ranks] == [1]
@@ -132,7 +134,7 @@ def test_a_refusal_in_the_middle_reaches_the_handle_with_rank_host_object_and_ca
         message=says,
         times=-1,
         **PIECES,
-        content_range=f"bytes {8 * MIB}-",
+        content_range=f"bytes {SIZE // UNIT * UNIT}-",
     )
     handle = client.async_save(state(), checkpoint_id=target)
     with pytest.raises(SaveAbortedError) as caught:
@@ -151,7 +153,8 @@ def test_a_stalled_upload_is_cut_off_and_goes_on(
     server: GcsServer, daemons: Daemons, impatient: str
 ) -> None:
     target = "gs://bucket/stalled/step-1"
-    server.fault(kind="delay", seconds=stretched(10), **PIECES, content_range=f"bytes {8 * MIB}-")
+    last = f"bytes {SIZE // UNIT * UNIT}-"
+    server.fault(kind="delay", seconds=stretched(10), **PIECES, content_range=last)
     before = len(server.requests())
     with Client(load_settings(sidecar=impatient, job="stalled")) as client:
         client.save(state(), checkpoint_id=target)

@@ -264,6 +264,8 @@ STORAGE_CONNECT_S: Final = 15.0 * SCALE
 """For a connection to storage."""
 STORAGE_IDLE_S: Final = 60.0 * SCALE
 """A request to storage that moves no byte for so long is tried again."""
+STORAGE_KEPT_S: Final = 15.0 * SCALE
+"""A connection that has had nothing to upload for so long isn't used again: its peer may be about to close it."""
 RETRY_S: Final = 0.25 * SCALE
 """First pause before a request to storage is tried again; then it doubles."""
 LONGEST_RETRY_S: Final = 20.0 * SCALE

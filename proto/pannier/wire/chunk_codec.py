@@ -232,11 +232,18 @@ class RunningChecksums:
                 self._blocks.append(self._block)
                 self._block = 0
 
+    def of(self, start: int, end: int) -> int:
+        """Of the bytes from ``start`` to ``end``: where a block begins or ends, or all bytes so far."""
+        crc = 0
+        for at in range(start, end, BLOCK_BYTES):
+            number, length = at // BLOCK_BYTES, min(BLOCK_BYTES, end - at)
+            block = self._blocks[number] if number < len(self._blocks) else self._block
+            crc = combine_crc32c(crc, block, length)
+        return crc
+
     def result(self) -> Checksums:
         """Of all bytes so far."""
-        blocks, rest, whole = tuple(self._blocks), self.size % BLOCK_BYTES, 0
-        for block in blocks:
-            whole = combine_crc32c(whole, block, BLOCK_BYTES)
-        if rest:
-            whole, blocks = combine_crc32c(whole, self._block, rest), (*blocks, self._block)
-        return Checksums(self.size, whole, blocks)
+        blocks = tuple(self._blocks)
+        if self.size % BLOCK_BYTES:
+            blocks = (*blocks, self._block)
+        return Checksums(self.size, self.of(0, self.size), blocks)

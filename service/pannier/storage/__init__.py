@@ -25,12 +25,17 @@ from pannier.storage.base import (
 )
 from pannier.storage.local.store import LocalStore
 from pannier.storage.memory import MemoryStore
+from pannier.storage.upload_threads import UploadThreads, default_threads
 from pannier.storage.url import check_allowed, check_shared
 from pannier.wire.errors import ConfigurationError
 
 
 def open_store(
-    url: str, *, storage_options: Mapping[str, Any] | None = None, deadline_s: float = 300
+    url: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    upload_threads: UploadThreads = default_threads,
+    deadline_s: float = 300,
 ) -> Store:
     """The store of one directory; connects at first use, in the event loop that uses it.
 
@@ -39,6 +44,7 @@ def open_store(
             ``memory://`` (within this process).
         storage_options: arguments of gcsfs' or s3fs' file system (credentials,
             ``endpoint_url``); the others take none.
+        upload_threads: which read and send data files.
         deadline_s: seconds after which an operation, or an upload without progress, fails.
 
     Raises:
@@ -48,20 +54,20 @@ def open_store(
     location = parse(url)
     options = dict(storage_options or {})
     if location.scheme == "file":
-        return LocalStore(location, deadline_s=deadline_s)
+        return LocalStore(location, upload_threads, deadline_s=deadline_s)
     if location.scheme == "memory":
-        return MemoryStore(location)
+        return MemoryStore(location, upload_threads)
     if location.scheme == "gs":
         try:
             from pannier.storage.gcs.store import GcsStore
         except ModuleNotFoundError as error:
             raise _missing(url, "gcsfs", error) from error
-        return GcsStore(location, options, deadline_s=deadline_s)
+        return GcsStore(location, options, upload_threads, deadline_s=deadline_s)
     try:
         from pannier.storage.s3.store import S3Store
     except ModuleNotFoundError as error:
         raise _missing(url, "s3fs", error) from error
-    return S3Store(location, options, deadline_s=deadline_s)
+    return S3Store(location, options, upload_threads, deadline_s=deadline_s)
 
 
 def import_store(url: str) -> None:

@@ -90,8 +90,8 @@ class Source(Protocol):
     def path(self) -> Path:
         """The file; complete below what :meth:`wait_for` was called with."""
 
-    async def wait_for(self, end: int) -> None:
-        """Returns when all bytes below ``end`` have arrived.
+    async def wait_for(self, end: int) -> int:
+        """Returns when all bytes below ``end`` have arrived; how many have by now.
 
         Raises when the file will never be complete (its save was aborted).
         """

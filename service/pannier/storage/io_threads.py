@@ -94,6 +94,7 @@ class Threads:
         *args: Any,
         until: float = math.inf,
         undo: Callable[[T], object] | None = None,
+        stop: Callable[[], object] | None = None,
         closing: bool = False,
     ) -> T:
         """Runs ``function(*args)`` in a thread.
@@ -104,6 +105,7 @@ class Threads:
         Args:
             until: time.monotonic() at which the call is abandoned.
             undo: called in any thread with the result of a call whose caller was cancelled.
+            stop: called when the caller is cancelled, so that a call that waits ends at once.
             closing: accepted even when too many calls hang, and made though its caller was cancelled.
 
         Raises:
@@ -119,6 +121,8 @@ class Threads:
                 return await asyncio.shield(waiter)
             await asyncio.wait({waiter}, timeout=max(0.0, until - began))
         except asyncio.CancelledError:
+            if stop is not None:
+                stop()
             await self._end(call, waiter)
             raise
         if not waiter.done() and self._give_up(call):
@@ -142,7 +146,16 @@ class Threads:
                     "still answer? It is used again once they return"
                 )
             self._queue.append(call)
-            self._provide()
+            try:
+                self._provide()
+            except RuntimeError as error:
+                # One that runs takes it when it has nothing else to do.
+                if not self._threads:
+                    self._queue.remove(call)
+                    raise StorageError(
+                        f"no thread for {self.place} can be started: {error}; does the limit of the "
+                        "container, or of the user (ulimit -u), allow for more threads?"
+                    ) from error
 
     def _provide(self) -> None:
         """Wakes or starts a thread for the first call in the queue; with the lock held."""

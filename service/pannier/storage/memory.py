@@ -25,6 +25,7 @@ from pannier.storage.base import (
 from pannier.storage.io_threads import BUFFER
 from pannier.storage.retry import in_time
 from pannier.storage.source_reader import SourceReader
+from pannier.storage.upload_threads import UploadThreads
 from pannier.storage.url import check_key
 
 _lock = threading.Lock()
@@ -37,9 +38,10 @@ class MemoryStore(Store):
 
     upload_memory = BUFFER
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: Location, threads: UploadThreads) -> None:
         self._directory = location.path.rstrip("/")
         self.url = f"memory://{location.path}"
+        self._threads = threads
         self._fs = MemoryFileSystem()
 
     def _path(self, key: str) -> str:
@@ -52,7 +54,7 @@ class MemoryStore(Store):
         """See :meth:`Store.upload`."""
         data = bytearray(source.size)
         for last in (False, True):
-            reader = SourceReader(source)
+            reader = SourceReader(source, self._threads)
             try:
                 with memoryview(data) as view:
                     for offset in range(0, source.size, BUFFER):

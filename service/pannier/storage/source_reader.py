@@ -1,30 +1,42 @@
 """Reads of a spool file, which may still grow, for the uploads of every store.
 
-On the event loop, but for :meth:`SourceReader.read`.
+On the event loop, but for :meth:`SourceReader.read`, and what takes a :class:`~pannier.storage.upload_threads.Turn`,
+which runs in upload threads; one call at a time.
 """
 
+import errno
 import os
-from typing import IO, Final
+from collections.abc import Iterator
+from typing import Final
 
-from pannier.storage.base import IntegrityError, Source
-from pannier.storage.io_threads import spool_threads
+from pannier.storage.base import IntegrityError, Source, StorageError
+from pannier.storage.upload_threads import Turn, UploadThreads
 from pannier.wire.chunk_codec import RunningChecksums
 
-_PIECE: Final = 256 << 10
-"""Bytes that are read before their checksum is taken: then they are in the processor's cache."""
+PIECE: Final = 256 << 10
+"""Bytes that are read, then checksummed, then sent: so they are in the processor's cache."""
 
 
 class SourceReader:
-    """Reads a source in order from its file, and takes the checksums of the bytes.
+    """Reads a source in order from its file, within the limit of uploads, and takes the checksums of the bytes.
 
     They are taken of the buffers that go to the store, so that :meth:`confirm` covers the whole way from
     the sender, or, where that has sent no checksum, from here on.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, threads: UploadThreads) -> None:
         self._source = source
-        self._file: IO[bytes] | None = None
+        self._threads = threads
+        self._fd = -1
+        self._flags = os.RWF_NOWAIT
         self._taken = RunningChecksums()
+
+    async def wait_for(self, end: int) -> int:
+        """Returns when all bytes below ``end`` have arrived; how many have by now."""
+        arrived = await self._source.wait_for(end)
+        if self._fd < 0:
+            self._fd = os.open(self._source.path, os.O_RDONLY | os.O_CLOEXEC)
+        return arrived
 
     async def fill(self, view: memoryview, offset: int) -> None:
         """Fills ``view`` with the bytes at ``offset``; waits until they have arrived.
@@ -32,41 +44,35 @@ class SourceReader:
         Bytes that are read again count once.
         """
         await self.wait_for(offset + len(view))
-        await spool_threads.run(self.read, view, offset)
+        await self._threads.run(self._fill, view, offset)
 
-    async def wait_for(self, end: int) -> None:
-        """Returns when all bytes below ``end`` have arrived."""
-        await self._source.wait_for(end)
+    async def take(self, count: int) -> None:
+        """Returns when ``count`` bytes may be uploaded, by the limit; for :meth:`read`."""
+        await self._threads.take(count)
 
     def read(self, view: memoryview, offset: int) -> None:
-        """Fills ``view`` with the bytes at ``offset``, which have arrived. Blocking; one call at a time."""
-        fd = self._open().fileno()
-        for start in range(0, len(view), _PIECE):
-            piece = view[start : start + _PIECE]
-            done = 0
-            while done < len(piece):
-                count = os.preadv(fd, [piece[done:]], offset + start + done)
-                if count == 0:
-                    raise self._short(offset + start + done)
-                done += count
-            self.note(piece, offset + start)
+        """Fills ``view`` with the bytes at ``offset``, which have arrived. Blocking, in a thread of the caller's.
 
-    async def file(self, end: int) -> IO[bytes]:
-        """The file, once all bytes below ``end`` have arrived; closed by :meth:`close`.
-
-        Pass what is read of it to :meth:`note`.
+        Raises:
+            StorageError: the file can't be read.
         """
-        await self._source.wait_for(end)
-        file = self._open()
-        if os.fstat(file.fileno()).st_size < end:
-            raise self._short(os.fstat(file.fileno()).st_size)
-        return file
+        self._fill(None, view, offset)
 
-    def note(self, view: memoryview, offset: int) -> None:
-        """These bytes, from ``offset`` on, go to the store. Bytes that are sent again count once."""
-        known = self._taken.size - offset
-        if 0 <= known < len(view):
-            self._taken.add(view[known:])
+    def pieces(self, turn: Turn, offset: int, size: int) -> Iterator[memoryview]:
+        """The bytes from ``offset`` on, after :meth:`wait_for`, each in the same small buffer. In an upload thread.
+
+        Raises:
+            StorageError: the file can't be read.
+        """
+        buffer = memoryview(bytearray(min(PIECE, size)))
+        for at in range(offset, offset + size, PIECE):
+            piece = buffer[: offset + size - at]
+            self._read(turn, piece, at)
+            yield piece
+
+    def crc32c(self, start: int, end: int) -> int:
+        """Of bytes that were read, from one block of :data:`~pannier.wire.chunk_codec.BLOCK_BYTES` to another."""
+        return self._taken.of(start, end)
 
     async def confirm(self) -> int:
         """The crc32c of the source, after its last byte was read.
@@ -83,7 +89,7 @@ class SourceReader:
 
     async def finish(self) -> int:
         """As :meth:`confirm`; reads what wasn't read yet."""
-        buffer = memoryview(bytearray(_PIECE))
+        buffer = memoryview(bytearray(PIECE))
         while self._taken.size < self._source.size:
             left = self._source.size - self._taken.size
             await self.fill(buffer[:left], self._taken.size)
@@ -91,14 +97,46 @@ class SourceReader:
 
     def close(self) -> None:
         """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
-    def _open(self) -> IO[bytes]:
-        if self._file is None:
-            self._file = open(self._source.path, "rb", buffering=0)  # noqa: SIM115
-        return self._file
+    def _fill(self, turn: Turn | None, view: memoryview, offset: int) -> None:
+        for start in range(0, len(view), PIECE):
+            self._read(turn, view[start : start + PIECE], offset + start)
 
-    def _short(self, found: int) -> IntegrityError:
-        return IntegrityError(f"{self._source.path} ends at byte {found} of {self._source.size}")
+    def _read(self, turn: Turn | None, view: memoryview, offset: int) -> None:
+        """Reads what is about to be sent, and notes it."""
+        if turn is not None:
+            turn.take(len(view))
+        try:
+            done = 0
+            while done < len(view):
+                count = self._read_some(turn, view[done:], offset + done)
+                if count == 0:
+                    raise IntegrityError(
+                        f"{self._source.path} ends at byte {offset + done} of {self._source.size}"
+                    )
+                done += count
+        except OSError as error:
+            raise StorageError(f"{self._source.path} can't be read: {error}") from error
+        # What was sent before counts once.
+        known = self._taken.size - offset
+        if 0 <= known < len(view):
+            self._taken.add(view[known:])
+
+    def _read_some(self, turn: Turn | None, view: memoryview, offset: int) -> int:
+        if turn is None:
+            return os.preadv(self._fd, [view], offset)
+        try:
+            return os.preadv(self._fd, [view], offset, self._flags)
+        except BlockingIOError:
+            # The core is for others while the disk is awaited.
+            with turn.waiting():
+                return os.preadv(self._fd, [view], offset)
+        except OSError as error:
+            # In memory, or of a file system without RWF_NOWAIT.
+            if not self._flags or error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            self._flags = 0
+            return os.preadv(self._fd, [view], offset)

@@ -16,6 +16,7 @@ import asyncio
 import json
 import signal
 import socket
+import ssl
 import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 
 from aiohttp import web
 
+from support.network.certificates import Files
 from support.processes import fork_server
 from support.processes.daemons import clean_environment
 from support.processes.processes import Process, python
@@ -32,12 +34,22 @@ from support.storage.gcs_api import Service
 
 
 class GcsServer:
-    """The server in a separate process; ``with GcsServer(directory, buckets=[...]) as server``."""
+    """The server in a separate process; ``with GcsServer(directory, buckets=[...]) as server``.
+
+    Args:
+        tls: its certificate; None: in plaintext.
+    """
 
     def __init__(
-        self, directory: Path, buckets: Iterable[str] = ("bucket",), *, host: str = "127.0.0.1"
+        self,
+        directory: Path,
+        buckets: Iterable[str] = ("bucket",),
+        *,
+        host: str = "127.0.0.1",
+        tls: Files | None = None,
     ) -> None:
         self._host = host
+        self._tls = tls
         self._directory = directory
         self._buckets = list(buckets)
         self._process: Process | None = None
@@ -47,9 +59,12 @@ class GcsServer:
         self._directory.mkdir(parents=True, exist_ok=True)
         # Bound here: requests wait in its queue until the server is up.
         with socket.create_server((self._host, 0)) as listening:
-            self.url = f"http://{self._host}:{listening.getsockname()[1]}"
+            scheme = "https" if self._tls else "http"
+            self.url = f"{scheme}://{self._host}:{listening.getsockname()[1]}"
             arguments = ["-m", "support.storage.gcs_server", "--listening"]
             arguments += ["--dir", str(self._directory / "objects")]
+            if self._tls:
+                arguments += ["--tls", str(self._tls.cert), str(self._tls.key)]
             arguments += [word for name in self._buckets for word in ("--bucket", name)]
             environment = clean_environment({"PYTHONPATH": str(Path(__file__).parents[2])})
             self._process = Process(
@@ -74,7 +89,19 @@ class GcsServer:
     @property
     def env(self) -> dict[str, str]:
         """What makes gcsfs use it."""
-        return {"STORAGE_EMULATOR_HOST": self.url}
+        if self._tls is None:
+            return {"STORAGE_EMULATOR_HOST": self.url}
+        return {
+            "STORAGE_EMULATOR_HOST": self.url,
+            "SSL_CERT_FILE": str(self._tls.ca),
+            # Without credentials, as one does in plaintext.
+            "PANNIER_STORAGE_OPTIONS": '{"token": "anon"}',
+        }
+
+    @property
+    def context(self) -> ssl.SSLContext | None:
+        """Of its clients."""
+        return None if self._tls is None else ssl.create_default_context(cafile=str(self._tls.ca))
 
     def fault(self, **rule: Any) -> None:
         """Adds a rule with the fields of :class:`support.storage.gcs_faults.Fault`."""
@@ -112,19 +139,21 @@ class GcsServer:
     def _admin(self, method: str, what: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/_admin/{what}", data=data, method=method)
-        with urllib.request.urlopen(request, timeout=BOUND_S) as response:
+        with urllib.request.urlopen(request, timeout=BOUND_S, context=self.context) as response:
             return json.loads(response.read())
 
 
-async def serve(service: Service, listening: socket.socket) -> None:
+async def serve(
+    service: Service, listening: socket.socket, tls: ssl.SSLContext | None = None
+) -> None:
     """Serves until SIGTERM or SIGINT."""
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     runner = web.AppRunner(service.app, access_log=None, shutdown_timeout=0.5)
     await runner.setup()
-    await web.SockSite(runner, listening).start()
-    print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
+    await web.SockSite(runner, listening, ssl_context=tls).start()
+    print(f"{'https' if tls else 'http'}://127.0.0.1:{listening.getsockname()[1]}", flush=True)
     await ended.wait()
     await runner.cleanup()
 
@@ -133,6 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--listening", action="store_true", help="standard input is the socket")
+    parser.add_argument("--tls", nargs=2, metavar=("CERT", "KEY"))
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--bucket", action="append", default=[])
     arguments = parser.parse_args()
@@ -140,7 +170,11 @@ def main() -> None:
         listening = socket.socket(fileno=0)
     else:
         listening = socket.create_server(("127.0.0.1", arguments.port))
-    asyncio.run(serve(Service(arguments.dir, arguments.bucket), listening))
+    tls = None
+    if arguments.tls:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(*arguments.tls)
+    asyncio.run(serve(Service(arguments.dir, arguments.bucket), listening, tls))
 
 
 if __name__ == "__main__":

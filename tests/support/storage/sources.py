@@ -41,11 +41,12 @@ class FileSource:
             self._failed = True
             self._grown.notify_all()
 
-    async def wait_for(self, end: int) -> None:
+    async def wait_for(self, end: int) -> int:
         async with self._grown:
             await self._grown.wait_for(lambda: self._held >= end or self._failed)
         if self._failed:
             raise SaveAbortedError("the save was aborted")
+        return self._held
 
     def confirm(self, found: Checksums) -> None:
         if (found.size, found.whole) != (self.size, self.crc):

@@ -29,6 +29,7 @@ from pannier.storage import (
     StorageError,
     open_store,
 )
+from pannier.storage.gcs.resumable_upload import UNIT
 from pannier.storage.gcs.store import GcsStore
 from pannier.v1 import diagnosis_pb2, save_pb2
 from pannier.wire import object_names
@@ -37,6 +38,8 @@ from support.storage.gcs_server import GcsServer
 from support.storage.sources import FileSource, some_bytes
 
 BIG = (17 << 20) + 4321
+LAST = BIG // UNIT * UNIT
+"""Where its last chunk begins."""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
 def server(shared: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", shared.url)
     monkeypatch.setattr("pannier.common.timeouts.RETRY_S", 0.01)
+    # So that a file has several.
+    monkeypatch.setattr("pannier.storage.gcs.store.CHUNK", 8 << 20)
     yield shared
     shared.clear()
     shared.options(
@@ -148,7 +153,8 @@ def test_a_cut_upload_goes_on_where_the_server_is(
         f"bytes {8 << 20}-{(16 << 20) - 1}/{BIG}",
         f"bytes */{BIG}",
         f"bytes {held}-{(16 << 20) - 1}/{BIG}",
-        f"bytes {16 << 20}-{BIG - 1}/{BIG}",
+        f"bytes {16 << 20}-{LAST - 1}/{BIG}",
+        f"bytes {LAST}-{BIG - 1}/{BIG}",
     ]
 
 
@@ -370,20 +376,20 @@ def test_a_server_that_has_all_bytes_is_asked_until_it_has_made_the_object(
     server: GcsServer, run: Callable[..., None], tmp_path: Path, times: int
 ) -> None:
     async def body(store: GcsStore) -> None:
-        server.fault(kind="unfinished", method="PUT", content_range=f"/{BIG}", skip=2, times=times)
+        server.fault(kind="unfinished", method="PUT", content_range=f"/{BIG}", skip=3, times=times)
         upload = Upload(tmp_path)
         await upload.to(store)
         assert len(upload.retries) == times
 
     run(body)
-    assert chunks(server)[3:] == [f"bytes */{BIG}"] * times
+    assert chunks(server)[4:] == [f"bytes */{BIG}"] * times
 
 
 def test_a_server_that_never_makes_the_object_of_all_bytes_is_given_up_by_name(
     server: GcsServer, run: Callable[..., None], tmp_path: Path
 ) -> None:
     async def body(store: GcsStore) -> None:
-        server.fault(kind="unfinished", method="PUT", skip=2, times=-1)
+        server.fault(kind="unfinished", method="PUT", skip=3, times=-1)
         with pytest.raises(StorageError, match=rf"holds {BIG} of {BIG} bytes, but the object"):
             await Upload(tmp_path).to(store)
 

@@ -27,6 +27,17 @@ def test_the_checksums_do_not_depend_on_how_the_bytes_come(size: int, known: boo
     assert found == Checksums(size, crc32c.crc32c(data), tuple(blocks))
 
 
+def test_parts_that_begin_and_end_with_blocks_have_theirs() -> None:
+    size = 3 * BLOCK_BYTES + 12345
+    data = memoryview(random.Random(3).randbytes(size))
+    running = RunningChecksums()
+    running.add(data[: BLOCK_BYTES + 77])
+    assert running.of(BLOCK_BYTES, BLOCK_BYTES + 77) == crc32c.crc32c(data[BLOCK_BYTES:][:77])
+    running.add(data[BLOCK_BYTES + 77 :])
+    for start, end in ((0, BLOCK_BYTES), (BLOCK_BYTES, 3 * BLOCK_BYTES), (2 * BLOCK_BYTES, size)):
+        assert running.of(start, end) == crc32c.crc32c(data[start:end])
+
+
 def test_a_receipt_has_them_as_a_column() -> None:
     sums = Checksums().followed_by(memoryview(bytes(BLOCK_BYTES + 1)))
     block_bytes, column = sums.columns()

@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager, suppress
 
 from pannier.common import timeouts
 from pannier.common.units import size_text
-from pannier.sidecar.replicas.rate_limit import RateLimit
 from pannier.sidecar.replicas.replica_stream import ReplicaStream, RestagedError, first_message
 from pannier.sidecar.restore.peers import Peers
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import Phase, RankSave, Save
+from pannier.storage.rate_limit import RateLimit
 from pannier.v1 import restore_pb2, save_pb2
 from pannier.wire.errors import BusyError, DeadlineError, PannierError, UnavailableError
 from pannier.wire.version import WIRE_VERSION

@@ -231,8 +231,8 @@ class DataFile:
         async with self._writing:
             return spool_file
 
-    async def wait_for(self, count: int) -> None:
-        """Returns when the first ``count`` bytes are in the spool.
+    async def wait_for(self, count: int) -> int:
+        """Returns when the first ``count`` bytes are in the spool; how many are by now.
 
         Raises UnavailableError after :meth:`release`.
         """
@@ -240,6 +240,7 @@ class DataFile:
             await self._changed.wait()
         if self._spool_file is None:
             raise self._released_error()
+        return self.held
 
     def _advance(self, checksums: Checksums) -> None:
         self.restore(checksums)
@@ -324,9 +325,9 @@ class SpoolSource:
         """Path of the spool file, which may be longer; valid in this process, even after its removal."""
         return Path(f"/proc/self/fd/{self._file.spool_file.fd}")
 
-    async def wait_for(self, end: int) -> None:
+    async def wait_for(self, end: int) -> int:
         """See :class:`~pannier.storage.base.Source`."""
-        await self._file.wait_for(end)
+        return await self._file.wait_for(end)
 
     def confirm(self, found: Checksums) -> None:
         """See :class:`~pannier.storage.base.Source`."""

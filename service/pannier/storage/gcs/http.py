@@ -1,17 +1,20 @@
 """Requests to Google Cloud Storage, or another server of its JSON API, over gcsfs.
 
 Credentials, endpoint and session are gcsfs'; the requests are made beneath its ``_call``, which tries six
-times in 33 s without a report, has no time-out, and drops the body of a 404 or 412. Errors that may pass
-are raised as TransientError, which :mod:`pannier.storage.retry` retries.
+times in 33 s without a report, has no time-out, and drops the body of a 404 or 412. Those with data files are
+sent in upload threads, beside the session. Errors that may pass are raised as TransientError, which
+:mod:`pannier.storage.retry` retries.
 """
 
 import asyncio
 import json
 import os
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -30,13 +33,13 @@ from yarl import URL
 from pannier.common.deadline import within
 from pannier.storage.base import DeniedError, HeldError, NotFoundError, StorageError, notify_retry
 from pannier.storage.connections import SharedConnection
-from pannier.storage.http_body import Body, Slices
+from pannier.storage.http_body import FromSpool, Slices
+from pannier.storage.http_sender import SLOWEST_BYTES_PER_S, HttpSender
 from pannier.storage.io_threads import setup_threads
 from pannier.storage.retry import TransientError
+from pannier.storage.upload_threads import UploadThreads
 from pannier.wire.errors import ConfigurationError
 
-SLOWEST_BYTES_PER_S = 128 << 10
-"""A request with a slower body is cancelled and tried again."""
 _PROVIDER_TEXT = 500
 _RATE_LIMITS = {"rateLimitExceeded", "userRateLimitExceeded"}
 _HOLDS = {"objectUnderActiveHold", "retentionPolicyNotMet"}
@@ -94,13 +97,14 @@ class Answer:
 
 
 class GcsConnection:
-    """An authenticated session; of one event loop."""
+    """An authenticated session, and what sends data files beside it; of one event loop."""
 
-    def __init__(self, fs: GCSFileSystem) -> None:
+    def __init__(self, fs: GCSFileSystem, threads: UploadThreads) -> None:
         self._fs = fs
+        self._sender = _make_sender(fs, threads)
 
     @classmethod
-    async def open(cls, options: Mapping[str, Any]) -> "GcsConnection":
+    async def open(cls, options: Mapping[str, Any], threads: UploadThreads) -> "GcsConnection":
         """Finds credentials as gcsfs does, and opens a session.
 
         Without the option ``token``, no credentials are sent to a plain-HTTP endpoint.
@@ -120,10 +124,12 @@ class GcsConnection:
             raise ConfigurationError(
                 f"Google Cloud Storage can't be set up: {error}; {_CREDENTIALS_HINT}"
             ) from error
-        return cls(fs)
+        return cls(fs, threads)
 
     async def close(self) -> None:
         """Ends the session."""
+        if self._sender is not None:
+            self._sender.close()
         await self._fs.session.close()
 
     @property
@@ -151,7 +157,8 @@ class GcsConnection:
         what: str,
         params: Mapping[str, str | None] | None = None,
         headers: Mapping[str, str] | None = None,
-        data: Body | None = None,
+        data: Slices | FromSpool | None = None,
+        upload: bool = False,
         expected: tuple[int, ...] = (200,),
     ) -> Answer:
         """One request, once.
@@ -159,6 +166,7 @@ class GcsConnection:
         Args:
             what: names the object in errors.
             params: added to the URL with the account to bill; None for a URL from the server.
+            upload: ``data`` is of a data file: it is sent in an upload thread.
             expected: statuses of success; others raise.
 
         Raises:
@@ -170,25 +178,50 @@ class GcsConnection:
         if params is not None:
             billed = self._fs._get_params(dict(params))
             url = f"{url}?{urlencode(billed)}" if billed else url
-        answer = await self._exchange(method, url, headers, data, what)
+        once = partial(self._upload if upload and self._sender else self._exchange, method, url)
+        answer = await once(headers, data, what)
         if answer.status == 401 and answer.authorization:
             refused = _error(answer, what)
             await self._renew(answer.authorization, refused)
-            answer = await self._exchange(method, url, headers, data, what)
+            answer = await once(headers, data, what)
         if answer.status not in expected:
             raise _error(answer, what)
         return answer
+
+    async def _upload(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str] | None,
+        data: Slices | FromSpool | None,
+        what: str,
+    ) -> Answer:
+        """As :meth:`_exchange`, in an upload thread."""
+        assert self._sender is not None
+        authorized = await self._authorized(headers)
+        try:
+            found = await self._sender.send(method, url, authorized, data or Slices())
+        except ssl.SSLCertVerificationError as error:
+            raise StorageError(f"{what}: {error}") from error
+        except asyncio.TimeoutError as error:
+            raise TransientError(
+                f"{what}: {self.endpoint} {error or 'could not be connected to in time'}",
+                answered=False,
+            ) from error
+        except (OSError, HTTPException) as error:
+            raise self._broken(what, error) from error
+        return Answer(found.status, found.headers, found.body, authorized.get("authorization", ""))
 
     async def _exchange(
         self,
         method: str,
         url: str,
         headers: Mapping[str, str] | None,
-        data: Body | None,
+        data: Slices | FromSpool | None,
         what: str,
     ) -> Answer:
         """An answer of any status. Raises TransientError, DeniedError, StorageError."""
-        body = data or Slices()
+        body = await data.loaded() if isinstance(data, FromSpool) else data or Slices()
         limit_s = (
             timeouts.STORAGE_CONNECT_S
             + timeouts.STORAGE_IDLE_S
@@ -198,7 +231,7 @@ class GcsConnection:
         try:
             return await within(
                 limit_s,
-                self._once(method, url, headers, data),
+                self._once(method, url, headers, None if data is None else body),
                 # A peer that accepts no bytes for so long has stalled.
                 sooner=lambda: body.moved + timeouts.STORAGE_CONNECT_S + timeouts.STORAGE_IDLE_S,
             )
@@ -211,17 +244,20 @@ class GcsConnection:
         except (aiohttp.InvalidURL, aiohttp.ClientConnectorCertificateError) as error:
             raise StorageError(f"{what}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise TransientError(
-                f"{what}: connection to {self.endpoint}: {type(error).__name__}: {error}",
-                answered=False,
-            ) from error
+            raise self._broken(what, error) from error
+
+    def _broken(self, what: str, error: Exception) -> TransientError:
+        return TransientError(
+            f"{what}: connection to {self.endpoint}: {type(error).__name__}: {error}",
+            answered=False,
+        )
 
     async def _once(
         self,
         method: str,
         url: str,
         headers: Mapping[str, str] | None,
-        data: Body | None,
+        data: Slices | None,
     ) -> Answer:
         authorized = await self._authorized(headers)
         async with self._fs.session.request(
@@ -324,9 +360,29 @@ def _reasons(answer: Answer) -> set[str]:
         return set()
 
 
-def shared_connection(options: Mapping[str, Any]) -> SharedConnection[GcsConnection]:
+def _make_sender(fs: GCSFileSystem, threads: UploadThreads) -> HttpSender | None:
+    """Sends as gcsfs' session would; None: the user has set it up, with a proxy for example."""
+    # Whatever gcsfs has found, such as a client certificate.
+    tls = getattr(fs.session.connector, "_ssl", None)
+    if fs.session_kwargs or not (tls is True or isinstance(tls, ssl.SSLContext)):
+        return None
+    return HttpSender(threads, _default_tls if tls is True else lambda: tls)
+
+
+def _default_tls() -> ssl.SSLContext:
+    """As aiohttp's."""
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(("http/1.1",))
+    return context
+
+
+def shared_connection(
+    options: Mapping[str, Any], threads: UploadThreads
+) -> SharedConnection[GcsConnection]:
     """A reference to the connection for these options."""
     key = json.dumps(
-        ["gs", options, os.environ.get("STORAGE_EMULATOR_HOST", "")], sort_keys=True, default=repr
+        ["gs", options, os.environ.get("STORAGE_EMULATOR_HOST", ""), id(threads)],
+        sort_keys=True,
+        default=repr,
     )
-    return SharedConnection(key, lambda: GcsConnection.open(options), GcsConnection.close)
+    return SharedConnection(key, lambda: GcsConnection.open(options, threads), GcsConnection.close)

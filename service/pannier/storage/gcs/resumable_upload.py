@@ -1,6 +1,6 @@
 """One resumable upload: a file is sent in chunks, possibly while it still grows.
 
-The last chunk is read before it is sent, since its request has the checksum of the whole.
+The last chunk, a small one, is read before it is sent, since its request has the checksum of the whole.
 After a failure the upload resumes at the offset that the server reports. The object becomes visible with
 its last chunk.
 """
@@ -12,14 +12,18 @@ from typing import Any, TypeVar
 
 from pannier.storage.base import NotFoundError, Progress, Retried, Source, StorageError
 from pannier.storage.gcs.http import Answer, GcsConnection
-from pannier.storage.http_body import Body, FromSpool, Slices
+from pannier.storage.http_body import FromSpool, Slices
 from pannier.storage.retry import TransientError, clean_up, retry
 from pannier.storage.source_reader import SourceReader
 
 T = TypeVar("T")
 
-_CHUNK = 8 << 20
-"""Bytes of a request: a multiple of 256 KiB."""
+UNIT = 256 << 10
+"""Chunks, but the last, have a multiple of so many bytes."""
+CHUNK = 32 << 20
+"""Most bytes of a request."""
+_LEAST = 8 << 20
+"""Bytes of a growing file that are awaited for the next."""
 _SESSIONS = 3
 """Upload sessions after whose loss the upload fails."""
 
@@ -39,6 +43,7 @@ class ResumableUpload:
     Args:
         name: of the object within the bucket.
         source: not empty.
+        chunk: most bytes of a request, a multiple of :data:`UNIT`.
         deadline_s: for each chunk.
     """
 
@@ -49,12 +54,16 @@ class ResumableUpload:
         name: str,
         source: Source,
         *,
+        chunk: int = CHUNK,
         deadline_s: float,
         retried: Retried,
     ) -> None:
         self._connection = connection
         self._bucket, self._name = bucket, name
-        self._source, self._size = source, source.size
+        self._size = source.size
+        self._chunk = chunk
+        self._last = (self._size - 1) // UNIT * UNIT
+        """Where the last chunk begins."""
         self._what = f"gs://{bucket}/{name}"
         self._deadline_s = deadline_s
         self._retried = retried
@@ -88,9 +97,8 @@ class ResumableUpload:
         try:
             held = 0
             while True:
-                end = min(held + _CHUNK, self._size)
-                if end < self._size:
-                    reached = await self._send_next(reader, held, end)
+                if held < self._last:
+                    reached = await self._send_next(reader, held)
                 else:
                     reached = await self._send_last(reader, held)
                 if isinstance(reached, dict):
@@ -103,11 +111,11 @@ class ResumableUpload:
             await clean_up(self._cancel(), "an upload session may be left")
             raise
 
-    async def _send_next(self, reader: SourceReader, start: int, end: int) -> int | dict[str, Any]:
-        file = await reader.file(end)
-        return await self._send(
-            start, end, lambda at: FromSpool(file, at, end - at, reader.note), {}
-        )
+    async def _send_next(self, reader: SourceReader, start: int) -> int | dict[str, Any]:
+        most = min(start + self._chunk, self._last)
+        arrived = await reader.wait_for(min(start + _LEAST, most))
+        end = min(arrived // UNIT * UNIT, most)
+        return await self._send(start, end, lambda at: FromSpool(reader, at, end - at), {})
 
     async def _send_last(self, reader: SourceReader, start: int) -> int | dict[str, Any]:
         buffer = bytearray(self._size - start)
@@ -150,7 +158,11 @@ class ResumableUpload:
         return location
 
     async def _send(
-        self, start: int, end: int, body: Callable[[int], Body], headers: dict[str, str]
+        self,
+        start: int,
+        end: int,
+        body: Callable[[int], FromSpool | Slices],
+        headers: dict[str, str],
     ) -> int | dict[str, Any]:
         """Sends the chunk; returns the number of bytes that the server holds then, or the object.
 
@@ -176,7 +188,9 @@ class ResumableUpload:
 
         return await self._retry(once)
 
-    async def _put(self, data: Body, content_range: str, headers: dict[str, str]) -> Answer:
+    async def _put(
+        self, data: FromSpool | Slices, content_range: str, headers: dict[str, str]
+    ) -> Answer:
         try:
             return await self._connection.request(
                 "PUT",
@@ -184,6 +198,7 @@ class ResumableUpload:
                 what=self._what,
                 headers={"Content-Range": content_range, **headers},
                 data=data,
+                upload=bool(data.size),
                 expected=(200, 201, 308),
             )
         except NotFoundError as error:

@@ -37,7 +37,7 @@ from pannier.storage.gcs.http import (
     UnclearError,
     shared_connection,
 )
-from pannier.storage.gcs.resumable_upload import ResumableUpload, encode_crc
+from pannier.storage.gcs.resumable_upload import CHUNK, UNIT, ResumableUpload, encode_crc
 from pannier.storage.http_body import Slices
 from pannier.storage.io_threads import BUFFER, buffers
 from pannier.storage.retry import (
@@ -49,6 +49,7 @@ from pannier.storage.retry import (
     uncounted,
 )
 from pannier.storage.source_reader import SourceReader
+from pannier.storage.upload_threads import UploadThreads
 from pannier.storage.url import check_key
 
 T = TypeVar("T")
@@ -64,13 +65,19 @@ class GcsStore(Store):
     upload_memory = BUFFER
 
     def __init__(
-        self, location: Location, options: Mapping[str, Any], *, deadline_s: float
+        self,
+        location: Location,
+        options: Mapping[str, Any],
+        threads: UploadThreads,
+        *,
+        deadline_s: float,
     ) -> None:
         self._bucket = location.bucket
         self._prefix = location.prefix
         self.url = f"gs://{location.bucket}/{location.prefix}".rstrip("/")
         self._deadline_s = deadline_s
-        self._shared = shared_connection(options)
+        self._threads = threads
+        self._shared = shared_connection(options, threads)
 
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
@@ -109,14 +116,14 @@ class GcsStore(Store):
             troubled = True
             retried(reason)
 
-        reader = SourceReader(source)
+        reader = SourceReader(source, self._threads)
         try:
             if source.size <= BUFFER:
                 buffer = buffers.take()
                 view = memoryview(buffer)[: source.size]
                 await reader.fill(view, 0)
                 crc = await reader.confirm()
-                resource = await self._insert(connection, key, view, crc, "0", note)
+                resource = await self._insert(connection, key, view, crc, "0", note, upload=True)
                 if not troubled:
                     # Otherwise a closing connection may still send from it.
                     buffers.give(buffer)
@@ -126,6 +133,7 @@ class GcsStore(Store):
                     self._bucket,
                     self._name(key),
                     source,
+                    chunk=self._threads.request_bytes(CHUNK, UNIT),
                     deadline_s=self._deadline_s,
                     retried=note,
                 )
@@ -212,6 +220,8 @@ class GcsStore(Store):
         crc: int,
         generation: str,
         retried: Retried,
+        *,
+        upload: bool = False,
     ) -> dict[str, Any]:
         boundary = uuid.uuid4().hex
         resource = json.dumps({"name": self._name(key), "crc32c": encode_crc(crc)})
@@ -229,6 +239,7 @@ class GcsStore(Store):
                 params={"uploadType": "multipart", "ifGenerationMatch": generation},
                 headers={"Content-Type": f"multipart/related; boundary={boundary}"},
                 data=Slices(*body),
+                upload=upload,
             )
             return answer.resource(self._what(key))
 

@@ -234,6 +234,7 @@ class OpenDraft:
         for offset in range(0, size, len(view)):
             length = min(len(view), size - offset)
             await reader.wait_for(offset + length)
+            await reader.take(length)
             await self.run(self._copy_part, reader, view, length, offset)
             progress(offset + length)
 

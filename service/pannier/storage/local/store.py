@@ -48,6 +48,7 @@ from pannier.storage.local.atomic_file import (
 from pannier.storage.local.lock import Locked, locked, release_unheld
 from pannier.storage.retry import UnsettledError, in_time, settle
 from pannier.storage.source_reader import SourceReader
+from pannier.storage.upload_threads import UploadThreads
 from pannier.storage.url import check_key
 from pannier.wire import object_names
 
@@ -61,10 +62,11 @@ class LocalStore(Store):
 
     upload_memory = BUFFER
 
-    def __init__(self, location: Location, *, deadline_s: float) -> None:
+    def __init__(self, location: Location, threads: UploadThreads, *, deadline_s: float) -> None:
         self._root = Path(location.path)
         self.url = str(self._root)
         self._deadline_s = deadline_s
+        self._upload_threads = threads
         # Checkpoints of one root share them.
         self._threads = threads_of(str(self._root.parent))
 
@@ -105,7 +107,7 @@ class LocalStore(Store):
                 return await self._upload(key, path, source, progress)
 
     async def _upload(self, key: str, path: Path, source: Source, progress: Progress) -> ObjectInfo:
-        reader = SourceReader(source)
+        reader = SourceReader(source, self._upload_threads)
         buffer = buffers.take()
         draft: OpenDraft | None = None
         # Writes have no deadline but the caller's.

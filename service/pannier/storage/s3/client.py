@@ -1,28 +1,35 @@
 """Requests to S3 over s3fs' client, each made once, with errors of :mod:`pannier.storage`.
 
 s3fs provides credentials, endpoint and the account to bill. Its retries and botocore's are off:
-:mod:`pannier.storage.retry` retries.
+:mod:`pannier.storage.retry` retries. What botocore has signed of a data file is sent in an upload thread.
 """
 
 import asyncio
 import json
+import ssl
 from collections.abc import Mapping
 from functools import partial
+from http.client import HTTPException
 from typing import Any
 
 import aiohttp
 import botocore.exceptions as boto
+from aiobotocore.awsrequest import AioAWSResponse
+from botocore.httpsession import get_cert_path
+from botocore.utils import get_environ_proxies
 from s3fs import S3FileSystem
 
 from pannier.common import timeouts
 from pannier.common.deadline import within
 from pannier.storage.base import DeniedError, NotFoundError, StorageError, notify_retry
 from pannier.storage.connections import SharedConnection
+from pannier.storage.http_body import Part, Slices
+from pannier.storage.http_sender import SLOWEST_BYTES_PER_S, HttpSender
 from pannier.storage.io_threads import setup_threads
 from pannier.storage.retry import TransientError
+from pannier.storage.upload_threads import UploadThreads
 from pannier.wire.errors import ConfigurationError
 
-SLOWEST_BYTES_PER_S = 128 << 10
 _CREDENTIALS_HINT = (
     "check which credentials the daemon uses (storage options 'key' and 'secret' or 'profile', "
     "AWS_* variables, or the machine's role) and that they may put, get, list and delete objects "
@@ -41,6 +48,10 @@ _OVERLOAD = {
 }
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
 _CHECKSUM = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"}
+_UPLOADS = ("before-send.s3.PutObject", "before-send.s3.UploadPart")
+"""botocore's events whose handlers may send the request themselves."""
+_OF_THE_SESSION = {"proxies", "proxies_config", "client_cert", "connector_args", "http_session_cls"}
+"""Settings of botocore for connections that only its own session makes."""
 
 
 class PreconditionError(StorageError):
@@ -60,16 +71,17 @@ class BeyondEndError(StorageError):
 
 
 class S3Connection:
-    """A client; of one event loop."""
+    """A client, and what sends data files beside it; of one event loop."""
 
-    def __init__(self, fs: S3FileSystem) -> None:
+    def __init__(self, fs: S3FileSystem, sender: HttpSender | None) -> None:
         self._fs = fs
+        self._sender = sender
         self._clients = [fs._s3creator]
         """All clients; running requests may use an older one."""
         self._renewing = asyncio.Lock()
 
     @classmethod
-    async def open(cls, options: Mapping[str, Any]) -> "S3Connection":
+    async def open(cls, options: Mapping[str, Any], threads: UploadThreads) -> "S3Connection":
         """Finds credentials as s3fs does. Raises ConfigurationError."""
         settings = {"use_listings_cache": False, **options}
         settings["config_kwargs"] = {
@@ -87,10 +99,12 @@ class S3Connection:
             await fs.set_session()
         except (TypeError, ValueError, KeyError, OSError, boto.BotoCoreError) as error:
             raise ConfigurationError(f"S3 can't be set up: {error}; {_CREDENTIALS_HINT}") from error
-        return cls(fs)
+        return cls(fs, _make_sender(fs, settings, threads))
 
     async def close(self) -> None:
         """Closes the clients' connections."""
+        if self._sender is not None:
+            self._sender.close()
         while self._clients:
             await self._clients.pop().__aexit__(None, None, None)
 
@@ -164,12 +178,59 @@ class S3Connection:
 
     async def _once(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         client = await self._fs.get_s3(arguments["Bucket"])
+        if self._sender is not None and isinstance(arguments.get("Body"), Part):
+            for event in _UPLOADS:
+                # Once per client.
+                client.meta.events.register(event, self._send, unique_id="pannier-uploads")
         method = getattr(client, operation)
         answer: dict[str, Any] = await method(**self._fs._get_s3_method_kwargs(method, **arguments))
         if "Body" in answer:
             async with answer["Body"] as body:
                 answer["Body"] = await body.read()
         return answer
+
+    async def _send(self, request: Any, **_: Any) -> AioAWSResponse | None:
+        """Sends a signed request in an upload thread; None: botocore's session is to send it."""
+        if not isinstance(request.body, Part) or get_environ_proxies(request.url):
+            return None
+        assert self._sender is not None
+        headers = {
+            name: value.decode() if isinstance(value, bytes) else str(value)
+            for name, value in request.headers.items()
+        }
+        try:
+            found = await self._sender.send(
+                request.method, request.url, headers, Slices(request.body)
+            )
+        except ssl.SSLCertVerificationError as error:
+            raise boto.SSLError(endpoint_url=request.url, error=error) from error
+        except HTTPException as error:
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        lower = {name.lower(): value for name, value in found.headers.items()}
+        return AioAWSResponse(request.url, found.status, lower, _Read(found.body))
+
+
+class _Read:
+    """The body of a response, as botocore reads it."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+
+    async def read(self) -> bytes:
+        """All of it."""
+        return self._body
+
+
+def _make_sender(
+    fs: S3FileSystem, settings: Mapping[str, Any], threads: UploadThreads
+) -> HttpSender | None:
+    """Sends as botocore's session would; None: the user has set that up, with a proxy for example."""
+    verify = settings.get("client_kwargs", {}).get("verify")
+    if verify is None:
+        verify = fs.session.get_config_variable("ca_bundle") or True
+    if verify is False or _OF_THE_SESSION & settings["config_kwargs"].keys():
+        return None
+    return HttpSender(threads, lambda: ssl.create_default_context(cafile=get_cert_path(verify)))
 
 
 def _error(error: boto.ClientError, what: str) -> StorageError:
@@ -193,7 +254,9 @@ def _error(error: boto.ClientError, what: str) -> StorageError:
     return StorageError(text)
 
 
-def shared_connection(options: Mapping[str, Any]) -> SharedConnection[S3Connection]:
+def shared_connection(
+    options: Mapping[str, Any], threads: UploadThreads
+) -> SharedConnection[S3Connection]:
     """A reference to the connection for these options."""
-    key = json.dumps(["s3", options], sort_keys=True, default=repr)
-    return SharedConnection(key, lambda: S3Connection.open(options), S3Connection.close)
+    key = json.dumps(["s3", options, id(threads)], sort_keys=True, default=repr)
+    return SharedConnection(key, lambda: S3Connection.open(options, threads), S3Connection.close)

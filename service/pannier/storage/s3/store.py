@@ -30,7 +30,6 @@ from pannier.storage.io_threads import BUFFER
 from pannier.storage.retry import (
     TransientError,
     UnsettledError,
-    clean_up,
     retry,
     settle,
     settle_upload,
@@ -43,26 +42,31 @@ from pannier.storage.s3.client import (
     S3Connection,
     shared_connection,
 )
+from pannier.storage.s3.multipart_upload import MEMORY, MultipartUpload, abort, encode_crc
 from pannier.storage.source_reader import SourceReader
+from pannier.storage.upload_threads import UploadThreads
 from pannier.storage.url import check_key
-
-_MOST_PARTS = 10_000
 
 
 class S3Store(Store):
     """A directory of a bucket."""
 
-    # A part that is being sent, and its copy in the HTTP client.
-    upload_memory = 2 * BUFFER
+    upload_memory = MEMORY
 
     def __init__(
-        self, location: Location, options: Mapping[str, Any], *, deadline_s: float
+        self,
+        location: Location,
+        options: Mapping[str, Any],
+        threads: UploadThreads,
+        *,
+        deadline_s: float,
     ) -> None:
         self._bucket = location.bucket
         self._prefix = location.prefix
         self.url = f"s3://{location.bucket}/{location.prefix}".rstrip("/")
         self._deadline_s = deadline_s
-        self._shared = shared_connection(options)
+        self._threads = threads
+        self._shared = shared_connection(options, threads)
 
     def _what(self, key: str) -> str:
         return f"s3://{self._bucket}/{self._prefix}{key}"
@@ -71,7 +75,7 @@ class S3Store(Store):
         return await self._shared.get(end_of(self._deadline_s))
 
     async def _call(
-        self, operation: str, key: str, *, retried: Retried = uncounted, size: int = 0, **more: Any
+        self, key: str, operation: str, *, retried: Retried = uncounted, size: int = 0, **more: Any
     ) -> dict[str, Any]:
         connection = await self._connection()
         return await retry(
@@ -98,7 +102,7 @@ class S3Store(Store):
     async def _upload(
         self, key: str, source: Source, progress: Progress, retried: Retried
     ) -> ObjectInfo:
-        reader = SourceReader(source)
+        reader = SourceReader(source, self._threads)
         ours, answered = True, f"{self._what(key)} was uploaded"
         try:
             try:
@@ -108,7 +112,8 @@ class S3Store(Store):
                     crc = await reader.confirm()
                     await self._put(key, data, crc, {"IfNoneMatch": "*"}, retried)
                 else:
-                    await self._upload_parts(key, source.size, reader, progress, retried)
+                    call = functools.partial(self._call, key, retried=retried)
+                    await MultipartUpload(call, self._what(key), source.size).run(reader, progress)
             except PreconditionError as error:
                 ours, answered = False, str(error)
             crc = await reader.finish()
@@ -143,76 +148,6 @@ class S3Store(Store):
             crc = crc32c.crc32c(await self.read(info.key, offset, BUFFER), crc)
         return crc
 
-    async def _upload_parts(
-        self, key: str, size: int, reader: SourceReader, progress: Progress, retried: Retried
-    ) -> None:
-        created = await self._call(
-            "create_multipart_upload",
-            key,
-            retried=retried,
-            ChecksumAlgorithm="CRC32C",
-            ChecksumType="FULL_OBJECT",
-        )
-        upload = {"UploadId": created["UploadId"]}
-        part_size = BUFFER * -(-size // (BUFFER * _MOST_PARTS))
-        buffer = Part(part_size)
-        parts: list[dict[str, Any]] = []
-        try:
-            for number, offset in enumerate(range(0, size, part_size), 1):
-                length = min(part_size, size - offset)
-                if length < part_size:
-                    buffer = Part(length)
-                await reader.fill(memoryview(buffer), offset)
-                crc = _encode(crc32c.crc32c(buffer))
-                answer = await self._call(
-                    "upload_part",
-                    key,
-                    retried=retried,
-                    size=length,
-                    Body=buffer,
-                    PartNumber=number,
-                    ChecksumAlgorithm="CRC32C",
-                    ChecksumCRC32C=crc,
-                    **upload,
-                )
-                parts.append({"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32C": crc})
-                progress(offset + length)
-            await self._complete(key, upload, parts, await reader.confirm(), retried)
-        except BaseException:
-            await clean_up(
-                self._abort(key, upload), f"the multipart upload of {self._what(key)} may be left"
-            )
-            raise
-
-    async def _complete(
-        self,
-        key: str,
-        upload: Mapping[str, Any],
-        parts: "list[dict[str, Any]]",
-        crc: int,
-        retried: Retried,
-    ) -> None:
-        try:
-            await self._call(
-                "complete_multipart_upload",
-                key,
-                retried=retried,
-                MultipartUpload={"Parts": parts},
-                ChecksumType="FULL_OBJECT",
-                ChecksumCRC32C=_encode(crc),
-                IfNoneMatch="*",
-                **upload,
-            )
-        except NotFoundError as error:
-            # A retry also fails so when the first try's answer was lost: the caller checks.
-            raise PreconditionError(str(error)) from error
-
-    async def _abort(self, key: str, upload: Mapping[str, Any]) -> None:
-        try:
-            await self._call("abort_multipart_upload", key, **upload)
-        except NotFoundError:
-            return  # Completed, or aborted already.
-
     async def _put(
         self,
         key: str,
@@ -222,13 +157,13 @@ class S3Store(Store):
         retried: Retried = uncounted,
     ) -> dict[str, Any]:
         return await self._call(
-            "put_object",
             key,
+            "put_object",
             retried=retried,
             size=len(data),
             Body=data,
             ChecksumAlgorithm="CRC32C",
-            ChecksumCRC32C=_encode(crc),
+            ChecksumCRC32C=encode_crc(crc),
             **condition,
         )
 
@@ -285,7 +220,7 @@ class S3Store(Store):
             end = "" if length is None else str(offset + length - 1)
             try:
                 answer = await self._call(
-                    "get_object", key, size=length or 0, Range=f"bytes={offset}-{end}"
+                    key, "get_object", size=length or 0, Range=f"bytes={offset}-{end}"
                 )
             except BeyondEndError:
                 return b""
@@ -314,7 +249,7 @@ class S3Store(Store):
     async def stat(self, key: str) -> ObjectInfo | None:
         """See :meth:`Store.stat`."""
         try:
-            answer = await self._call("head_object", key, ChecksumMode="ENABLED")
+            answer = await self._call(key, "head_object", ChecksumMode="ENABLED")
         except NotFoundError:
             return None
         return ObjectInfo(
@@ -382,7 +317,7 @@ class S3Store(Store):
                 return
             condition["IfMatch"] = f'"{generation}"'
         try:
-            await self._call("delete_object", key, **condition)
+            await self._call(key, "delete_object", **condition)
         except (NotFoundError, PreconditionError):
             return
 
@@ -422,15 +357,11 @@ class S3Store(Store):
 
     async def discard(self, item: Unfinished) -> None:
         """See :meth:`Store.discard`."""
-        await self._abort(item.key, {"UploadId": item.token})
+        await abort(functools.partial(self._call, item.key), item.token)
 
     async def close(self) -> None:
         """See :meth:`Store.close`."""
         await self._shared.release()
-
-
-def _encode(crc: int) -> str:
-    return base64.b64encode(crc.to_bytes(4, "big")).decode()
 
 
 def _decode(answer: Mapping[str, Any]) -> int | None:
