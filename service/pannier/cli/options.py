@@ -273,6 +273,24 @@ restore_budget_option = option(
     "way included; at least one block of 8 MiB, and one under way.  [default: 256MiB]",
 )
 
+upload_options = combined(
+    option(
+        "--upload-threads",
+        type=click.IntRange(1, 64),
+        metavar="NUMBER",
+        help="Cores that uploads may use at a time, for TLS and checksums above all. With --jobs, of each job.  "
+        "[default: a quarter of the host's, at least 1 and at most 8]",
+    ),
+    option(
+        "--upload-limit",
+        type=Size(),
+        metavar="SIZE",
+        help="Most bytes per second of all uploads together, so that the network stays free for training; "
+        "`pannier status` shows when it is what limits. With --jobs, of each job.  [default: no limit]",
+    ),
+)
+"""Of sidecars, and of `pannier up` for its own."""
+
 replicas_options = combined(
     option(
         "--replicas",

@@ -270,6 +270,11 @@ def backlog_families(backlog: Backlog) -> Iterable[Metric]:
             "Bytes of checkpoints' blocks that are kept in memory for loads, within --restore-budget.",
             backlog.blocks_bytes,
         ),
+        (
+            "pannier_upload_limit_bytes_per_second",
+            "Most bytes per second of uploads, --upload-limit; 0 without a limit.",
+            backlog.upload_limit,
+        ),
     ):
         yield GaugeMetricFamily(name, help, value)
     yield CounterMetricFamily(
@@ -306,6 +311,11 @@ def backlog_families(backlog: Backlog) -> Iterable[Metric]:
         "pannier_replicas_refused",
         "Replicas of other hosts' ranks that the spool had no room for, from the first byte or once it was needed.",
         backlog.replicas_refused,
+    )
+    yield CounterMetricFamily(
+        "pannier_upload_limited_seconds",
+        "Seconds in which uploads have waited for --upload-limit.",
+        backlog.upload_limited_s,
     )
 
 

@@ -60,6 +60,12 @@ class Backlog:
     """Bytes of this host's ranks that were sent to other hosts' spools since the start."""
     replicas_refused: int = 0
     """Replicas that there was no room for since the start, from the first byte or later."""
+    upload_limit: int = 0
+    """Most bytes per second of uploads; 0: no limit."""
+    upload_limited: bool = False
+    """Uploads wait for the limit, or have within the last second."""
+    upload_limited_s: float = 0.0
+    """Seconds since the start in which uploads have waited for the limit."""
 
 
 @dataclass
@@ -133,6 +139,8 @@ def describe_daemon(daemon_info: DaemonInfo) -> status_pb2.ListSavesResponse:
         spool_free_bytes=backlog.free_bytes,
         trainers=None if daemon_info.trainers is None else daemon_info.trainers(),
         local_copies=backlog.local_copies,
+        upload_limit=backlog.upload_limit,
+        upload_limited=backlog.upload_limited,
     )
 
 

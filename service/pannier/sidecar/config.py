@@ -16,6 +16,8 @@ from pannier.wire.tls import is_unix
 
 _LEAST_MEMORY: Final = 8 << 20
 _LEAST_LIMIT: Final = 1 << 20
+_USUAL_THREADS: Final = 8
+_MOST_THREADS: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,10 @@ class SidecarConfig(DaemonSettings):
     """Most bytes the spool may take; None: what its file system has. Of ``jobs``, the default of each."""
     memory: int = 192 << 20
     """Most bytes of upload buffers. Of ``jobs``, the default of each."""
+    upload_threads: int = 0
+    """Cores that uploads may use at a time; 0: :func:`default_upload_threads`. Of each of ``jobs``."""
+    upload_limit: int | None = None
+    """Most bytes per second of all uploads together; None: no limit. Of each of ``jobs``."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the fsspec file systems."""
     nice: int = 10
@@ -79,6 +85,7 @@ class SidecarConfig(DaemonSettings):
                 f"--memory {self.memory} is too little to upload with: give at least "
                 f"{_LEAST_MEMORY >> 20} MiB"
             )
+        self._check_uploads()
         if self.restore_budget < BLOCK_BYTES:
             raise ConfigurationError(
                 f"--restore-budget {self.restore_budget} is less than one block of a checkpoint: give "
@@ -93,6 +100,19 @@ class SidecarConfig(DaemonSettings):
         for setting, value in (("--idle-exit", self.idle_exit_s), ("--grace", self.grace_s)):
             if value is not None and not value > 0:
                 raise ConfigurationError(f"{setting} {value} is not a positive number of seconds")
+
+    def _check_uploads(self) -> None:
+        if not self.upload_threads:
+            object.__setattr__(self, "upload_threads", default_upload_threads())
+        if not 1 <= self.upload_threads <= _MOST_THREADS:
+            raise ConfigurationError(
+                f"--upload-threads {self.upload_threads} is not from 1 to {_MOST_THREADS}"
+            )
+        if self.upload_limit is not None and self.upload_limit < _LEAST_LIMIT:
+            raise ConfigurationError(
+                f"--upload-limit {self.upload_limit} is too little: give at least "
+                f"{_LEAST_LIMIT >> 20} MiB per second"
+            )
 
     def _check_replicas(self) -> None:
         if self.replicas not in (0, 1):
@@ -129,6 +149,11 @@ class SidecarConfig(DaemonSettings):
         ):
             if value:
                 raise ConfigurationError(f"{setting} doesn't go with --jobs: {instead}")
+
+
+def default_upload_threads() -> int:
+    """A quarter of the cores that this process may use, at least 1 and at most 8."""
+    return min(max(1, len(os.sched_getaffinity(0)) // 4), _USUAL_THREADS)
 
 
 def _peer_address(address: str) -> str:

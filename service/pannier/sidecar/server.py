@@ -51,6 +51,8 @@ from pannier.sidecar.upload.concurrency import UploadSlots
 from pannier.sidecar.upload.uploader import Opener, Uploader
 from pannier.storage import open_store
 from pannier.storage.io_threads import reservation_threads
+from pannier.storage.rate_limit import RateLimit
+from pannier.storage.upload_threads import UploadThreads
 from pannier.v1 import diagnosis_pb2_grpc, restore_pb2_grpc, save_pb2, sidecar_pb2
 
 _log = logging.getLogger(__name__)
@@ -84,10 +86,16 @@ class Sidecar:
         self.auth = None if job is None else JobAuth(job)
         self._job = job
         self._loads = LoadReports(self.daemon_info.loads, job="" if job is None else job.name)
-        self._slots = UploadSlots(config.memory)
+        self._slots = UploadSlots(config.memory, config.upload_threads)
+        limit = None if config.upload_limit is None else RateLimit(config.upload_limit)
+        self._upload_threads = UploadThreads(config.upload_threads, limit)
         self._metrics = SaveMetrics()
         self.status_registry = StatusRegistry()
-        self._open_store = store or partial(open_store, storage_options=config.storage_options)
+        self._open_store = store or partial(
+            open_store,
+            storage_options=config.storage_options,
+            upload_threads=self._upload_threads,
+        )
         self._stack = AsyncExitStack()
         self._kept: set[str] = set()
         """Names of spool files that a restarted sidecar needs."""
@@ -204,7 +212,10 @@ class Sidecar:
 
     def backlog(self) -> Backlog:
         """What waits here for storage."""
-        return backlog(self.saves.pending(), self.spool, self._mapped, self.blocks, self.replicas)
+        return backlog(
+            *(self.saves.pending(), self.spool, self._mapped, self.blocks, self.replicas),
+            self._upload_threads.limit,
+        )
 
     async def _keep_ticking(self) -> None:
         while True:

@@ -15,6 +15,7 @@ from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.save_state import FAILED, Phase, RankSave, Save
 from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.spool import Spool
+from pannier.storage.rate_limit import RateLimit
 from pannier.v1 import coordinator_pb2, save_pb2
 
 _EXPIRED_S: Final = 0.001
@@ -114,6 +115,7 @@ def backlog(
     mapped: MappedFiles,
     blocks: HostBlocks,
     replicas: Replicas,
+    limit: RateLimit | None,
 ) -> Backlog:
     """What these ranks have in the spool and storage hasn't confirmed, and what spool and loads take."""
     files = [file for rank in pending for file in rank.files.values() if not file.upload.durable]
@@ -142,6 +144,9 @@ def backlog(
         replicas_bytes=replicas.size,
         replicas_sent=replicas.sent,
         replicas_refused=replicas.refused,
+        upload_limit=0 if limit is None else limit.bytes_per_s,
+        upload_limited=limit is not None and limit.limits,
+        upload_limited_s=0.0 if limit is None else limit.waited_s,
     )
 
 

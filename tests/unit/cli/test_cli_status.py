@@ -105,6 +105,7 @@ class Scripted(status_pb2_grpc.StatusServicer):
     ) -> None:
         self.saves = list(saves)
         self.backlog = (0, 0.0)
+        self.limited = False
         self.episodes = [list(episode) for episode in episodes]
         self.loads: list[load_status_pb2.LoadStatus] = []
         """Of ``WatchLoad``: one after the other."""
@@ -121,6 +122,8 @@ class Scripted(status_pb2_grpc.StatusServicer):
             version="1.2.3",
             bytes_queued=self.backlog[0],
             oldest_upload_s=self.backlog[1],
+            upload_limit=500 << 20,
+            upload_limited=self.limited,
             loads=self.loads[:1],
         )
 
@@ -215,7 +218,11 @@ def test_status_says_what_waits_for_storage(serve: Serve) -> None:
     address = serve(daemon)
     assert "to upload" not in pannier("status", "--address", address).out
     daemon.backlog = (3 << 30, 12.3)
-    assert "3.0 GiB to upload, the oldest for 12 s" in pannier("status", "--address", address).out
+    out = pannier("status", "--address", address).out
+    assert "3.0 GiB to upload, the oldest for 12 s\n" in out
+    daemon.limited = True
+    out = pannier("status", "--address", address).out
+    assert "the oldest for 12 s; --upload-limit, 500.0 MiB/s, is what limits\n" in out
 
 
 def test_the_address_comes_from_the_environment(serve: Serve) -> None:

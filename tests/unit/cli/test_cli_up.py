@@ -235,6 +235,15 @@ def test_replicas_are_those_of_the_environment_where_there_are_peers(
     assert "--replicas 1 needs --peers HOST:PORT" in refused.output
 
 
+def test_the_budget_of_uploads_is_that_of_flags_or_the_environment(
+    commands: Callable[..., list[str]],
+) -> None:
+    words = commands("--upload-threads", "3", PANNIER_UPLOAD_LIMIT="500MiB")
+    for flag, value in (("--upload-threads", "3"), ("--upload-limit", str(500 << 20))):
+        assert words[words.index(flag) + 1] == value
+    assert not {"--upload-threads", "--upload-limit"} & set(commands())
+
+
 def test_sessions_of_one_user_have_the_same_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PANNIER_RUNTIME_DIR", raising=False)
     found = set()

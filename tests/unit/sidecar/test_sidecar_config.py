@@ -26,6 +26,9 @@ from pannier.wire import errors
         ({"replicas": 1}, "--replicas 1 needs --peers"),
         ({"replicas": 1, "jobs": Path("/jobs")}, "--replicas doesn't go with --jobs"),
         ({"replicas_limit": 1000}, r"--replicas-limit 1000 .* at least 1 MiB per second"),
+        ({"upload_threads": 65}, "--upload-threads 65 is not from 1 to 64"),
+        ({"upload_threads": -1}, "--upload-threads -1 is not from 1 to 64"),
+        ({"upload_limit": 1000}, r"--upload-limit 1000 .* at least 1 MiB per second"),
         ({"failure_domain": "rack\n1"}, "--failure-domain: .* printable"),
         ({"spool_budget": 0}, "--spool-budget"),
         ({"grace_s": 0.0}, "--grace"),
@@ -51,6 +54,17 @@ def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> 
 def test_peers_may_have_an_address_of_either_kind_in_brackets(given: str, used: str) -> None:
     config = SidecarConfig(coordinator="host:1", spool=Path("/spool"), peers=given)
     assert config.peers == used
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads"), [(1, 1), (2, 1), (7, 1), (8, 2), (31, 7), (32, 8), (192, 8)]
+)
+def test_uploads_use_a_quarter_of_the_cores_by_default(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    config = SidecarConfig(coordinator="host:1", spool=Path("/spool"))
+    assert (config.upload_threads, config.upload_limit) == (threads, None)
 
 
 @pytest.mark.parametrize(("given", "used"), [("", "node-0"), ("rack-7", "rack-7")])

@@ -14,6 +14,7 @@ from pannier.cli.options import (
     peers_option,
     replicas_options,
     restore_budget_option,
+    upload_options,
 )
 
 DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
@@ -62,6 +63,7 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     metavar="SIZE",
     help="Most bytes of upload buffers. With --jobs, of each job whose file names no memory.",
 )
+@upload_options
 @peers_option
 @option(
     "--peers-name",

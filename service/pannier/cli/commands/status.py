@@ -114,7 +114,11 @@ def command(
     output.say(f"{listed.host}: {listed.daemon_state}, pannier {listed.version}")
     if listed.oldest_upload_s:
         waiting = f"{output.size(listed.bytes_queued)} to upload"
-        output.say(f"{waiting}, the oldest for {listed.oldest_upload_s:.0f} s")
+        limited = f"; --upload-limit, {output.size(listed.upload_limit)}/s, is what limits"
+        output.say(
+            f"{waiting}, the oldest for {listed.oldest_upload_s:.0f} s"
+            f"{limited if listed.upload_limited else ''}"
+        )
     if listed.spool_bytes:
         held = f", {output.size(listed.spool_held_bytes)} held by stopped processes"
         output.say(

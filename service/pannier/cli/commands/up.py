@@ -31,6 +31,7 @@ from pannier.cli.options import (
     restore_budget_option,
     storage_options,
     tls_options,
+    upload_options,
 )
 from pannier.supervisor.process_title import set_process_title
 from pannier.supervisor.up import AlreadyRunningError, Supervisor, UnsafeDirectoryError
@@ -80,6 +81,7 @@ _ROOM = 4 << 30
 @restore_budget_option
 @replicas_options
 @option("--memory", type=Size(), metavar="SIZE", help="Most bytes of upload buffers.")
+@upload_options
 @option(
     "--idle-exit",
     type=Seconds(),
@@ -186,6 +188,7 @@ def command(
             *("--spool", str(spool), "--grace", str(grace)),
             *common,
             *_flags(settings, "spool_budget", "memory", "peers", "peers_name", "restore_budget"),
+            *_flags(settings, "upload_threads", "upload_limit"),
             *_flags(settings, "replicas", "replicas_limit", "failure_domain"),
             *(["--insecure-listen"] if settings["insecure_listen"] and settings["peers"] else []),
             *_flags({"metrics": metrics and _next_port(metrics)}, "metrics"),

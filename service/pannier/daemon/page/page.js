@@ -103,7 +103,8 @@ function showTiles(list) {
   const running = list.loads.filter(isRunning);
   if (running.length) tiles.push(["loading", several(running.length, "load"), splitPath(running[0].checkpoint_id)[1]]);
   if (Number(list.spool_capacity_bytes)) {
-    tiles.push(["to upload", size(list.bytes_queued), list.oldest_upload_s ? "the oldest for " + seconds(list.oldest_upload_s) : ""]);
+    const limited = list.upload_limited ? `, at the limit of ${size(list.upload_limit)}/s` : "";
+    tiles.push(["to upload", size(list.bytes_queued), list.oldest_upload_s ? "the oldest for " + seconds(list.oldest_upload_s) + limited : ""]);
     tiles.push(["spool", size(list.spool_bytes), size(list.spool_saves_bytes) + " of saves, " + size(list.spool_free_bytes) + " free"]);
     const copies = list.local_copies;
     if (copies.length) tiles.push(["here for loads", size(sum(copies, copy => Number(copy.bytes))), copies.map(copy => splitPath(copy.checkpoint_id)[1]).join(", ")]);

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 MOST: Final = 8
-"""Uploads at a time: more gain nothing and keep the loop busy."""
+"""Uploads at a time for each core that they may use: so a core has work while most wait for storage."""
 
 
 class _Slot:
@@ -25,10 +25,12 @@ class UploadSlots:
 
     Args:
         memory: bytes that the buffers of all running uploads may take together.
+        cores: that they may use at a time.
     """
 
-    def __init__(self, memory: int) -> None:
+    def __init__(self, memory: int, cores: int = 1) -> None:
         self._memory = memory
+        self._most = MOST * cores
         self._running: list[_Slot] = []
         self._waiting: list[_Slot] = []
 
@@ -60,10 +62,10 @@ class UploadSlots:
         if not self._running and not slot.growing():
             # One must run, however large its buffers are.
             return True
-        share, most = (2, MOST // 2) if slot.growing() else (1, MOST)
+        share, most = (2, self._most // 2) if slot.growing() else (1, self._most)
         rivals = [p for p in self._running if p.growing()] if share == 2 else self._running
         return (
-            len(self._running) < MOST
+            len(self._running) < self._most
             and len(rivals) < most
             and sum(p.weight for p in self._running) + slot.weight <= self._memory
             and (sum(p.weight for p in rivals) + slot.weight) * share <= self._memory
