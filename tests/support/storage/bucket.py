@@ -34,6 +34,14 @@ def listed(server: GcsServer, prefix: str) -> list[str]:
     return list(generations(server, prefix))
 
 
+def content(server: GcsServer, name: str) -> bytes:
+    """Of the object of that name."""
+    url = f"{server.url}/storage/v1/b/bucket/o/{quote(name, safe='')}?alt=media"
+    with urllib.request.urlopen(url, timeout=BOUND_S) as response:
+        found: bytes = response.read()
+    return found
+
+
 def data_reads(server: GcsServer, prefix: str) -> list[str]:
     """Reads of data files below ``prefix`` among the latest requests."""
     return [
