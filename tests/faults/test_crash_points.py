@@ -3,10 +3,11 @@
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from google.protobuf import json_format
 
 from pannier.common.fault_points import POINTS, VARIABLE
 from pannier.v1 import records_pb2
@@ -94,12 +95,27 @@ def check_swept(root: Path, committed: dict[str, str]) -> None:
     done = gc(root)
     assert done.code == 0, done
     for id in committed:
+        # Extra files, too.
         verified = pannier_here("verify", id)
         assert verified.code == 0, verified
+    plain = {
+        path
+        for path in root.glob("*/**/*")
+        if path.is_file() and ".pannier" not in path.parts and path.suffix not in (".distcp", "")
+    }
+    assert plain == {
+        Path(id, each.name) for id, attempt in committed.items() for each in extra(id, attempt)
+    }
     names = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
     assert leftovers(names, str(root), committed) == []
     visible = {str(path.parent) for path in root.glob("*/.metadata")}
     assert visible == set(committed)
+
+
+def extra(id: str, attempt: str) -> Sequence[records_pb2.ExtraFile]:
+    """The extra files of a committed attempt."""
+    decision = Path(id, object_names.decision(attempt)).read_bytes()
+    return json_format.Parse(decision, records_pb2.Decision()).extra_files
 
 
 def gc(root: Path) -> Result:

@@ -42,6 +42,7 @@ from pannier.client.ranks.load_error import LoadError
 from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.load_sharing import LoadSharing
+from pannier.client.resume.extra_files import read_extra_file as read_stored_file
 from pannier.client.resume.ingested_saves import default_ingested
 from pannier.client.resume.latest import latest as find_latest
 from pannier.client.save_factory import configure, default_settings, raise_unretrieved
@@ -84,6 +85,7 @@ def async_save(
     timeout: float | None = None,
     staging: str = "blocking",
     metrics: Mapping[str, Any] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
     overwrite: bool | None = None,
 ) -> SaveHandle:
     """Saves in the background; returns when the state is staged. See :meth:`Client.async_save`."""
@@ -101,6 +103,7 @@ def async_save(
         timeout=timeout,
         staging=staging,
         metrics=metrics,
+        extra_files=extra_files,
         overwrite=overwrite,
     )
 
@@ -139,6 +142,7 @@ def save(
     on_busy: str = "wait",
     timeout: float | None = None,
     metrics: Mapping[str, Any] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
     overwrite: bool | None = None,
 ) -> SaveResult:
     """Saves, and returns when the checkpoint is committed. See :meth:`Client.save`."""
@@ -153,6 +157,7 @@ def save(
         on_busy=on_busy,
         timeout=timeout,
         metrics=metrics,
+        extra_files=extra_files,
         overwrite=overwrite,
     )
 
@@ -414,6 +419,32 @@ def export(
     )
 
 
+def read_extra_file(
+    checkpoint_id: str | os.PathLike[str],
+    name: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> bytes:
+    """A file that ``async_save(extra_files=...)`` added to a checkpoint; each rank reads by itself.
+
+    It is the one that belongs to the state that :func:`load` reads, compared with its checksum, also while the
+    checkpoint is being replaced. Of a checkpoint that Pannier didn't write, what is at
+    ``<checkpoint_id>/<name>``.
+
+    Args:
+        checkpoint_id: directory: a path or a URL.
+        name: as it was given.
+        storage_options: of the fsspec file system. Default: from the environment.
+
+    Raises:
+        PannierError: an earlier save failed and its error was not retrieved.
+        StorageError: there is no such checkpoint, or it has no such file.
+        IntegrityError: the bytes aren't those that were committed.
+    """
+    raise_unretrieved()
+    return read_stored_file(checkpoint_id, name, storage_options=storage_options)
+
+
 __all__ = [
     "Advice",
     "BusyError",
@@ -452,6 +483,7 @@ __all__ = [
     "load",
     "patch_dcp",
     "prepare",
+    "read_extra_file",
     "save",
     "wait_all",
 ]

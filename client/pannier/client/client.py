@@ -97,6 +97,7 @@ class Client:
         timeout: float | None = None,
         staging: str = "blocking",
         metrics: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
         overwrite: bool | None = None,
     ) -> SaveHandle:
         """Saves ``state_dict``; returns when it is staged, and may be changed.
@@ -130,6 +131,10 @@ class Client:
             metrics: numbers that rate the state, by name, for the coordinator's
                 retention (``--keep-best``) and for readers of the decision. One rank may
                 give them alone; where several do, the lowest rank's counts.
+            extra_files: small files beside the state, by name: each is at
+                ``<checkpoint_id>/<name>`` from the commit on, and never before. A rank may give
+                files of its own; a name that several give has the same content on all. Together
+                at most 32 MiB on a rank.
             overwrite: what may be replaced where ``checkpoint_id`` holds a checkpoint: None, one
                 of this job (``PANNIER_JOB``); True, also another job's, and one that Pannier
                 didn't write; False, none. The same on all ranks.
@@ -153,6 +158,7 @@ class Client:
             no_dist = no_dist or storage_writer.no_dist
             timeout = storage_writer.timeout if timeout is None else timeout
             metrics = storage_writer.metrics if metrics is None else metrics
+            extra_files = storage_writer.extra_files if extra_files is None else extra_files
             overwrite = storage_writer.overwrite if overwrite is None else overwrite
         deadline: Deadline | None = None
         current: SaveCall | None = None
@@ -164,6 +170,7 @@ class Client:
             options.check_on_busy(on_busy)
             options.check_staging(staging)
             numbers = check_metrics(metrics)
+            extra = options.check_extra_files(extra_files)
             replace = options.check_overwrite(overwrite)
             options.check_torch_only(async_checkpointer_type, async_stager, use_collectives)
             path = options.checkpoint_path(_target(checkpoint_id, storage_writer))
@@ -176,6 +183,7 @@ class Client:
                 planner,
                 on_busy=on_busy,
                 metrics=numbers,
+                extra_files=extra,
                 deadline=deadline,
                 devices=self._guards.copies(staging),
                 on_deferred=self._guards.add_copies,

@@ -6,13 +6,14 @@ In: arguments with torch's names. Out: checked ones, or an InvalidRequestError
 
 import os
 import posixpath
+from collections.abc import Mapping
 from typing import Any, Final
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from pannier.client.messages.place_line import log_resolved
 from pannier.common.locations import absolute, parse
-from pannier.wire import object_names
+from pannier.wire import limits, object_names
 from pannier.wire.errors import InvalidRequestError
 
 ON_BUSY: Final = ("wait", "skip", "raise")
@@ -54,6 +55,30 @@ def check_overwrite(overwrite: Any) -> bool | None:
     if overwrite is None or isinstance(overwrite, bool):
         return overwrite
     raise InvalidRequestError(f"overwrite={overwrite!r}: use None, True or False")
+
+
+def check_extra_files(files: Any) -> dict[str, bytes]:
+    """The small files that a save adds, by name. Raises InvalidRequestError naming what isn't one."""
+    if files is None:
+        return {}
+    if not isinstance(files, Mapping):
+        raise InvalidRequestError(
+            f"extra_files is a {type(files).__name__}: give a mapping of names to bytes"
+        )
+    for name, content in files.items():
+        if not (isinstance(name, str) and isinstance(content, bytes | bytearray | memoryview)):
+            raise InvalidRequestError(
+                f"extra_files[{name!r}] is a {type(content).__name__}: names are text, contents bytes"
+            )
+    limits.check_extra_names(files)
+    found = {name: bytes(content) for name, content in files.items()}
+    size = sum(map(len, found.values()))
+    if size > limits.MAX_EXTRA_BYTES:
+        raise InvalidRequestError(
+            f"extra_files has {size} bytes together, at most {limits.MAX_EXTRA_BYTES} are allowed on one "
+            "rank: put what is large into the state dict"
+        )
+    return found
 
 
 def check_staging(staging: str) -> None:

@@ -32,6 +32,7 @@ from pannier.client.save_call import SaveCall
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.in_flight import InFlightSaves
+from pannier.client.staging.stager import add_extra_files
 from pannier.client.transport.channel import keep_in_children
 from pannier.client.transport.membership import Membership
 from pannier.client.transport.save_task import SaveTask
@@ -141,6 +142,7 @@ class SaveFactory:
         *,
         on_busy: str,
         metrics: Mapping[str, float],
+        extra_files: Mapping[str, bytes],
         deadline: Deadline,
         devices: DeviceCopies,
         on_deferred: Callable[[DeferredCopies], None],
@@ -218,7 +220,7 @@ class SaveFactory:
             wait.end()
             staged = plan.stage(arena, devices)
             rest = staged.deferred
-            task.staged(staged)
+            task.staged(add_extra_files(staged, context.rank, extra_files))
             if rest is not None:
                 on_deferred(rest)
             # No daemon: a normal exit waits until the rank is ingested.

@@ -26,6 +26,8 @@ POINTS: Final = frozenset(
         "coordinator.candidate.after",
         "coordinator.decision.before",
         "coordinator.decision.after",
+        "coordinator.extra_file.before",
+        "coordinator.extra_file.after",
         "coordinator.metadata.before",
         "coordinator.metadata.after",
         "coordinator.removal.before",

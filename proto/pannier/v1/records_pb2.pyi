@@ -102,8 +102,22 @@ class VaryingItem(_message.Message):
     length: int
     def __init__(self, position: _Optional[int] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
+class ExtraFile(_message.Message):
+    __slots__ = ("name", "file", "offset", "size", "crc32c")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    file: str
+    offset: int
+    size: int
+    crc32c: int
+    def __init__(self, name: _Optional[str] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
 class Receipt(_message.Message):
-    __slots__ = ("attempt", "plan_id", "rank", "host", "files", "varying", "metrics")
+    __slots__ = ("attempt", "plan_id", "rank", "host", "files", "varying", "metrics", "extra_files")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +132,7 @@ class Receipt(_message.Message):
     FILES_FIELD_NUMBER: _ClassVar[int]
     VARYING_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_FILES_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     plan_id: str
     rank: int
@@ -125,10 +140,11 @@ class Receipt(_message.Message):
     files: _containers.RepeatedCompositeFieldContainer[DataFile]
     varying: _containers.RepeatedCompositeFieldContainer[VaryingItem]
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., files: _Optional[_Iterable[_Union[DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[VaryingItem, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    extra_files: _containers.RepeatedCompositeFieldContainer[ExtraFile]
+    def __init__(self, attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., files: _Optional[_Iterable[_Union[DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[VaryingItem, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., extra_files: _Optional[_Iterable[_Union[ExtraFile, _Mapping]]] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("outcome", "save", "attempt", "incarnation_number", "plan_id", "metadata_size", "metadata_crc32c", "failures", "decided_by", "decided_at", "metrics", "overwrite")
+    __slots__ = ("outcome", "save", "attempt", "incarnation_number", "plan_id", "metadata_size", "metadata_crc32c", "failures", "decided_by", "decided_at", "metrics", "overwrite", "extra_files")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +164,7 @@ class Decision(_message.Message):
     DECIDED_AT_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     OVERWRITE_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_FILES_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     save: _save_pb2.SaveId
     attempt: str
@@ -160,7 +177,8 @@ class Decision(_message.Message):
     decided_at: float
     metrics: _containers.ScalarMap[str, float]
     overwrite: _save_pb2.Overwrite
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., plan_id: _Optional[str] = ..., metadata_size: _Optional[int] = ..., metadata_crc32c: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[_save_pb2.Failure, _Mapping]]] = ..., decided_by: _Optional[str] = ..., decided_at: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ...) -> None: ...
+    extra_files: _containers.RepeatedCompositeFieldContainer[ExtraFile]
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., plan_id: _Optional[str] = ..., metadata_size: _Optional[int] = ..., metadata_crc32c: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[_save_pb2.Failure, _Mapping]]] = ..., decided_by: _Optional[str] = ..., decided_at: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., extra_files: _Optional[_Iterable[_Union[ExtraFile, _Mapping]]] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("attempt", "host", "pid", "holder", "renew_s")

@@ -4,11 +4,19 @@ In: received messages. Out: InvalidRequestError naming the limit and the value. 
 single numbers only, so that they cost almost nothing. Pure; any thread.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from pannier.v1 import load_status_pb2, plan_pb2, restore_pb2, save_pb2, sidecar_pb2
+from pannier.v1 import (
+    load_status_pb2,
+    plan_pb2,
+    records_pb2,
+    restore_pb2,
+    save_pb2,
+    sidecar_pb2,
+)
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, OverloadedError
 from pannier.wire.failures import cut_text, rank_list
@@ -34,6 +42,10 @@ MAX_ALL_ITEMS: Final = 1 << 24
 """Items of a global plan that torch made."""
 MAX_FILES: Final = 1024
 """Data files of one rank in one save."""
+MAX_EXTRA_FILES: Final = 256
+"""Extra files of one rank in one save."""
+MAX_EXTRA_BYTES: Final = 32 << 20
+"""Bytes of one rank's extra files together."""
 MAX_METRICS: Final = 64
 """Metrics of one save."""
 MAX_SPOOL_FILES: Final = 1 << 14
@@ -84,6 +96,31 @@ def check_metrics(metrics: Mapping[str, float]) -> None:
                 f"{str(name)[:MAX_WORD]!r} is not a valid name of a metric: 1 to {MAX_WORD} characters are "
                 "allowed, all of them printable"
             )
+
+
+def check_extra_names(names: Collection[str]) -> None:
+    """The number of extra files, and their names, of which none may be the directory of another."""
+    _at_most(len(names), MAX_EXTRA_FILES, "extra files of a rank")
+    for name in names:
+        object_names.check_extra_name(name)
+    if clash := object_names.find_clash(names):
+        raise InvalidRequestError(f"the extra files {clash[0]!r} and {clash[1]!r} can't be both")
+
+
+def check_extra_files(receipt: records_pb2.Receipt) -> None:
+    """The extra files in a rank's receipt, whose bytes lie in one data file of it."""
+    extra, own = receipt.extra_files, object_names.extra_file(receipt.attempt, receipt.rank)
+    check_extra_names([each.name for each in extra])
+    sizes = {file.name: file.size for file in receipt.files if file.name == own}
+    _at_most(sizes.get(own, 0), MAX_EXTRA_BYTES, "bytes of a rank's extra files")
+    places = [(each.file, each.offset, each.size) for each in extra if each.size]
+    # One after another, so that they are all of the file.
+    ends = itertools.accumulate((size for *_, size in places), initial=0)
+    expected = [(own, end, size) for end, (*_, size) in zip(ends, places, strict=False)]
+    if places != expected or sum(size for *_, size in places) != sizes.get(own, 0):
+        raise InvalidRequestError(
+            f"rank {receipt.rank} has extra files at {places}, which are not all of {sizes or own}"
+        )
 
 
 def check_room(undecided: Collection[save_pb2.SaveId], new: save_pb2.SaveId) -> None:
@@ -242,6 +279,7 @@ def check_replica(start: restore_pb2.ReplicaStart) -> None:
         raise InvalidRequestError(f"{where} names a file twice")
     for name in sizes:
         object_names.check_data_file(name, receipt.attempt, rank)
+    check_extra_files(receipt)
     for item in receipt.varying:
         if item.offset + item.length > sizes.get(item.file, 0):
             raise InvalidRequestError(

@@ -8,8 +8,9 @@ import hashlib
 import posixpath
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pannier.v1 import save_pb2
 from pannier.wire.errors import IntegrityError, InvalidRequestError
@@ -24,8 +25,9 @@ _TOKEN = re.compile(_WORD)
 _NUMBER = r"0|[1-9][0-9]{0,11}"
 _ATTEMPT = re.compile(rf"i({_NUMBER})-({_WORD})-(g[0-9a-f]{{8}})-s({_NUMBER})")
 """One spelling per attempt: names are also compared as text."""
-_FILE = re.compile(r"objects|0|[1-9][0-9]{0,5}")
+_FILE = re.compile(r"objects|extra|0|[1-9][0-9]{0,5}")
 LARGEST_NUMBER = 10**12 - 1
+_LONGEST_EXTRA = 255
 _RECORD_DIGITS = 12
 _RECORD = re.compile(rf"[0-9]{{{_RECORD_DIGITS}}}")
 
@@ -171,6 +173,11 @@ def objects_suffix(rank: int) -> str:
     return f"{rank}_objects.distcp"
 
 
+def extra_suffix(rank: int) -> str:
+    """Rest of the name of a rank's extra file, without the attempt."""
+    return f"{rank}_extra.distcp"
+
+
 def data_file(attempt: str, rank: int, index: int) -> str:
     """Name of a rank's ``index``-th data file of planned slots."""
     return data_prefix(attempt) + data_suffix(rank, index)
@@ -179,6 +186,38 @@ def data_file(attempt: str, rank: int, index: int) -> str:
 def objects_file(attempt: str, rank: int) -> str:
     """Name of a rank's objects file: its archives of unplanned size."""
     return data_prefix(attempt) + objects_suffix(rank)
+
+
+def extra_file(attempt: str, rank: int) -> str:
+    """Name of a rank's extra file: the bytes of the small files that it adds to the checkpoint."""
+    return data_prefix(attempt) + extra_suffix(rank)
+
+
+def check_extra_name(name: str) -> None:
+    """Raises InvalidRequestError unless a file of this name may be added to a checkpoint."""
+    parts = name.split("/")
+    allowed = (
+        0 < len(name.encode()) <= _LONGEST_EXTRA
+        and name.isprintable()
+        and all(part not in ("", ".", "..") and not part.startswith(_PRIVATE) for part in parts)
+        and not any(map(attempt_of, parts))
+        and not parts[-1].endswith((METADATA, ".distcp"))
+    )
+    if not allowed:
+        raise InvalidRequestError(
+            f"{name[:_LONGEST_EXTRA]!r} can't be the name of an extra file: give a path relative to "
+            f"the checkpoint, of at most {_LONGEST_EXTRA} bytes, without '..', that neither begins with "
+            f"{_PRIVATE} nor ends with {METADATA} or .distcp"
+        )
+
+
+def find_clash(names: Iterable[str]) -> tuple[str, str] | None:
+    """Two equal names, or a name and a directory of that name; None: there are none."""
+    paths = sorted(name.split("/") for name in names)
+    for one, other in pairwise(paths):
+        if other[: len(one)] == one:
+            return "/".join(one), "/".join(other)
+    return None
 
 
 def check_data_file(name: str, attempt: str, rank: int) -> None:

@@ -8,6 +8,7 @@ StorageError the outcome of a step may be unknown: run it again.
 import asyncio
 from collections.abc import Iterable
 
+from pannier.attempts import extra_files
 from pannier.attempts.decisions import new_decision
 from pannier.attempts.delete_attempt import remove_attempt
 from pannier.attempts.metadata_refs import referenced_files
@@ -38,11 +39,15 @@ async def prepare_commit(
     """Publishes the candidate of ``.metadata``; returns the COMMIT to decide.
 
     Raises:
+        ExtraFilesError: the extra files in the receipts can't be in this checkpoint.
         SupersededError: ``.metadata`` belongs to a newer attempt.
         OccupiedError: ``overwrite`` doesn't allow replacing the existing ``.metadata``.
         IntegrityError: another process published a candidate that refers to other files.
-        HeldError: ``.metadata`` is under a hold, so that a COMMIT could not be carried out.
+        HeldError: ``.metadata``, or a name of an extra file, is under a hold, so that a COMMIT could not
+            be carried out.
     """
+    receipts = list(receipts)
+    extra = extra_files.collect(receipts)
     standing = await publish_candidate(store, attempt.name, metadata)
     if standing != metadata:
         # Other versions of Python or torch pickle the same metadata to other bytes.
@@ -51,6 +56,7 @@ async def prepare_commit(
     if newer is not None:
         raise SupersededError(f"a newer save, {newer.name}, was committed to {store.url} meanwhile")
     await check_free(store, save=save, attempt=attempt.name, overwrite=overwrite)
+    await extra_files.check_writable(store, extra)
     return new_decision(
         records_pb2.OUTCOME_COMMIT,
         save=save,
@@ -60,6 +66,7 @@ async def prepare_commit(
         metadata=standing,
         metrics=_metrics(receipts),
         overwrite=overwrite,
+        extra_files=extra,
     )
 
 
@@ -82,7 +89,8 @@ def _check_same(
 
 
 async def carry_out(store: Store, decision: records_pb2.Decision) -> None:
-    """Carries out a stored decision: installs ``.metadata``, or removes the attempt's objects.
+    """Carries out a stored decision: installs ``.metadata`` and the copies of extra files, or removes the
+    attempt's objects.
 
     Raises IntegrityError, RemovedError, OccupiedError as :func:`install`.
     """

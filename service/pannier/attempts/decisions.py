@@ -45,6 +45,7 @@ def new_decision(
     failures: Sequence[save_pb2.Failure] = (),
     metrics: Mapping[str, float] | None = None,
     overwrite: "save_pb2.Overwrite" = save_pb2.OVERWRITE_UNSPECIFIED,
+    extra_files: Sequence[records_pb2.ExtraFile] = (),
 ) -> records_pb2.Decision:
     """A decision to store; unique, so that :func:`decide` recognizes it after a lost answer."""
     return records_pb2.Decision(
@@ -60,6 +61,7 @@ def new_decision(
         decided_at=time.time(),
         metrics=metrics,
         overwrite=overwrite,
+        extra_files=extra_files,
     )
 
 

@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Collection
 from typing import Final
 
+from pannier.attempts.decisions import read_decisions
+from pannier.attempts.metadata_swap import settle_copies
 from pannier.common.fault_points import point
 from pannier.storage import ObjectInfo, Store
 from pannier.wire import object_names
@@ -44,7 +46,7 @@ async def remove_attempt(store: Store, attempt: str) -> None:
 async def remove_ended(
     store: Store, attempt: str, *, needed: Collection[str], keep_decision: bool = False
 ) -> list[ObjectInfo]:
-    """Removes all objects of an attempt that isn't the checkpoint; returns them.
+    """Removes all objects of an attempt that isn't the checkpoint, copies of extra files included; returns them.
 
     Args:
         needed: names of the files that the current ``.metadata`` refers to.
@@ -59,6 +61,11 @@ async def remove_ended(
     data = await store.list(object_names.data_prefix(attempt))
     records = await store.list(object_names.attempt_prefix(attempt))
     check_unneeded(store, attempt, data, needed)
+    ended = (await read_decisions(store, records)).known.get(attempt)
+    copies: list[ObjectInfo] = []
+    if ended is not None and ended.extra_files:
+        # First: afterwards nothing tells whose they are.
+        copies = await settle_copies(store, [ended])
     stages = [
         data,
         [info for info in records if info.key not in (*marks, decision)],
@@ -67,7 +74,7 @@ async def remove_ended(
     ]
     for stage in stages:
         await _delete_all(store, stage)
-    removed = [info for stage in stages for info in stage]
+    removed = [info for stage in (copies, *stages) for info in stage]
     last = [info for info in records if info.key == decision]
     if last and not keep_decision:
         point("sweep.decision.before")

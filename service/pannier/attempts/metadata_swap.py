@@ -5,22 +5,24 @@ The order of writes:
 
 1. ``metadata``, the candidate: the exact bytes of the new ``.metadata``;
 2. ``decision``, created if absent: it settles the outcome (:mod:`decisions`);
-3. a check that the attempt wasn't removed, so that no checkpoint is replaced by a removed one; then
-   ``.metadata``, replacing exactly the generation that was checked;
+3. a check that the attempt wasn't removed, so that no checkpoint is replaced by a removed one; the copies
+   of its extra files (:mod:`extra_files`); then ``.metadata``, replacing exactly the generation that was checked;
 4. another check that the attempt wasn't removed: a process that was stopped before one of these writes
-   and resumes after the removal undoes its writes.
+   and resumes after the removal undoes its writes;
+5. copies of extra files that only the replaced checkpoint had are removed.
 
 Async; after a StorageError the outcome of a step may be unknown: run it again.
 """
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple, NoReturn
 
 import crc32c
 
 from pannier.attempts.decisions import find_committed, read_decision
+from pannier.attempts.extra_files import missing_copies, remove_copies, write_copies
 from pannier.attempts.manifests import ManifestRecord, read_manifest
 from pannier.attempts.metadata_refs import saved_by
 from pannier.common.fault_points import point
@@ -157,10 +159,13 @@ async def install(store: Store, decision: records_pb2.Decision) -> None:
     """
     own = object_names.Attempt.parse(decision.attempt)
     data: bytes | None = None
+    wrote = False
     async for _ in contend(_RACES):
         stands = await _read_standing(store)
         info = stands.info
         if stands.attempt is not None and stands.attempt >= own:
+            if decision.extra_files:
+                await settle_copies(store, [decision], wrote=wrote)
             return
         if (
             info is not None
@@ -176,11 +181,20 @@ async def install(store: Store, decision: records_pb2.Decision) -> None:
                 )
         except OccupiedError as error:
             # Committed after the decision: this attempt must not be installed later, either.
+            await settle_copies(store, [decision], wrote=wrote)
             await _remove_records(store, decision)
             _log.warning("%s: attempt %s isn't installed: %s", store.url, decision.attempt, error)
             raise
         if data is None:
             data = await _read_candidate(store, decision)
+        if decision.extra_files:
+            wrote = True
+            try:
+                await write_copies(store, decision)
+            except NotFoundError:
+                if await is_removed(store, decision.attempt):
+                    await _undo_install(store, decision)
+                raise
         point("coordinator.metadata.before")
         try:
             await store.replace(
@@ -191,10 +205,56 @@ async def install(store: Store, decision: records_pb2.Decision) -> None:
         point("coordinator.metadata.after")
         if await is_removed(store, decision.attempt):
             await _undo_install(store, decision)
+        both = [decision] if stands.committed is None else [decision, stands.committed]
+        if any(each.extra_files for each in both):
+            await settle_copies(store, both)
         return
     raise StorageError(
         f"{store.url}: {object_names.METADATA} changed {_RACES} times during the commit"
     )
+
+
+async def settle_copies(
+    store: Store, gone: Sequence[records_pb2.Decision], *, wrote: bool = False
+) -> list[ObjectInfo]:
+    """Makes the copies of extra files those of the checkpoint that ``.metadata`` names.
+
+    Every process that changes copies calls it afterwards, and one that replaces ``.metadata`` after that: so the
+    last of several that do it at the same time leaves the right ones, whatever their order.
+
+    Args:
+        gone: COMMITs that may have copies which only they had: those are removed.
+        wrote: this call's process has written them just now: they are removed from a checkpoint that Pannier
+            didn't write, too, in which nothing else is changed.
+
+    Returns what was removed.
+    """
+    removed: list[ObjectInfo] = []
+    written: list[records_pb2.Decision] = []
+    lacking: records_pb2.Decision | None = None
+    async for _ in contend(_RACES):
+        stands = await _read_standing(store)
+        standing = stands.committed
+        if stands.info is not None and standing is None and not wrote:
+            return removed
+        kept = {file.name for file in standing.extra_files} if standing is not None else set()
+        now = [
+            info for each in (*gone, *written) for info in await remove_copies(store, each, kept)
+        ]
+        removed += now
+        if standing is not None and await missing_copies(store, standing):
+            # It may have been replaced meanwhile, by one that has other names.
+            written.append(standing)
+            try:
+                await write_copies(store, standing)
+            except NotFoundError:
+                # Being removed, or damaged.
+                if lacking == standing:
+                    raise
+                lacking = standing
+        elif not now:
+            return removed
+    raise StorageError(f"{store.url}: extra files changed {_RACES} times while they were compared")
 
 
 async def _read_candidate(store: Store, decision: records_pb2.Decision) -> bytes:
@@ -262,6 +322,7 @@ async def _undo_install(store: Store, decision: records_pb2.Decision) -> NoRetur
         decision.metadata_crc32c,
     ):
         await store.delete(object_names.METADATA, generation=info.generation)
+    await settle_copies(store, [decision])
     await _remove_records(store, decision)
     text = (
         f"attempt {decision.attempt} was removed from {store.url} before this coordinator "

@@ -5,8 +5,8 @@ In: a checkpoint id's store. Out: all objects of its decided attempts are remove
 1. every committed attempt gets a mark, so that neither ``pannier recover`` nor a stopped coordinator
    finishes its commit;
 2. ``.metadata`` is removed, exactly the generation that was checked: from here on no checkpoint exists;
-3. data files, records, the decision last;
-4. a check whether a delayed write has created ``.metadata`` again.
+3. copies of extra files, data files, records, the decision last;
+4. a check whether a delayed write has created ``.metadata`` or such a copy again.
 
 Retention keeps checkpoints that are being read, and so reads the leases again between 1 and 2. A reader
 writes its lease first and then looks for marks, so that one of the two sees the other in any order: the
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from pannier.attempts.delete_attempt import remove_ended
 from pannier.attempts.leases import Lease, find_leases
-from pannier.attempts.metadata_swap import stat_metadata
+from pannier.attempts.metadata_swap import settle_copies, stat_metadata
 from pannier.common.fault_points import point
 from pannier.common.locations import parse
 from pannier.maintenance.inspect import View, find_needed, view
@@ -53,8 +53,10 @@ class RemovalPlan:
     @property
     def size(self) -> int:
         """Bytes to remove."""
-        metadata = self.seen.metadata
+        metadata, standing = self.seen.metadata, self.seen.standing
         own = metadata.size if metadata is not None else 0
+        if standing is not None:
+            own += sum(file.size for file in self.seen.decisions.known[standing.name].extra_files)
         return own + sum(self.seen.size(attempt) for attempt in self.attempts)
 
     def readers(self, now: float) -> list[Lease]:
@@ -206,10 +208,10 @@ def name_readers(leases: Iterable[Lease]) -> str:
 
 
 async def _remove_delayed(store: Store, plan: RemovalPlan) -> None:
-    """Removes a ``.metadata`` that a stopped coordinator wrote after the removal."""
+    """Removes what a stopped coordinator wrote after the removal: ``.metadata``, copies of extra files."""
     info, checksum = await stat_metadata(store)
-    if info is None:
-        return
     decisions = {attempt: plan.seen.decisions.known[attempt] for attempt in plan.attempts}
-    if match(decisions, info.size, checksum) is not None:
+    if info is not None and match(decisions, info.size, checksum) is not None:
         await store.delete(object_names.METADATA, generation=info.generation)
+    if commits := [each for each in decisions.values() if each.extra_files]:
+        await settle_copies(store, commits)

@@ -17,6 +17,7 @@ from pannier.attempts.decisions import (
     read_decision,
     read_decisions,
 )
+from pannier.attempts.extra_files import ExtraFilesError
 from pannier.attempts.manifests import ManifestRecord, read_manifest
 from pannier.attempts.metadata_refs import referenced_files
 from pannier.attempts.metadata_swap import OccupiedError, RemovedError, find_standing
@@ -247,7 +248,7 @@ async def finish_attempt(
         if interrupted.found is Found.COMPLETE:
             try:
                 decision = await _commit(store, interrupted, build, host)
-            except (SupersededError, OccupiedError) as error:
+            except (SupersededError, OccupiedError, ExtraFilesError) as error:
                 return await _abort(store, interrupted, host, str(error))
         elif interrupted.found is Found.DAMAGED:
             return Outcome(interrupted, End.UNDECIDED, interrupted.problem)

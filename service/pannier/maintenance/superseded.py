@@ -11,6 +11,7 @@ from typing import Final
 
 from pannier.attempts.delete_attempt import check_unneeded, remove_ended
 from pannier.attempts.leases import find_leases, store_time
+from pannier.attempts.metadata_swap import settle_copies
 from pannier.common import timeouts
 from pannier.common.fault_points import point
 from pannier.maintenance.inspect import View, find_needed, view
@@ -70,6 +71,10 @@ async def sweep_superseded(
             left = grace_s
         else:
             marked = mark or await _mark(store, seen, attempt)
+            commit = seen.decisions.known[attempt]
+            if mark is None and commit.extra_files:
+                # The newer commit has removed their copies, unless its process died just then.
+                await settle_copies(store, [commit])
             left = grace_s - max(0.0, now - marked.modified)
         if left > 0:
             swept.kept[attempt] = f"superseded; its grace period ends in {left:.0f} s"

@@ -107,6 +107,7 @@ async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verif
     findings += problems
     findings += [Finding(key, None, "malformed") for key in damaged]
     findings += await asyncio.gather(*(check(rank, file) for rank, file in files))
+    findings += await asyncio.gather(*(_check_copy(store, file) for file in committed.extra_files))
     after = await store.stat(object_names.METADATA)
     if after is None or after.generation != before.generation:
         raise SaveAbortedError(f"{store.url} was replaced while it was read; verify it again")
@@ -172,6 +173,16 @@ async def _check_file(
     except NotFoundError:
         return found
     return _compare(Finding(file.name, rank, "ok", file.size, file.crc32c, info.size, checksum))
+
+
+async def _check_copy(store: Store, file: records_pb2.ExtraFile) -> Finding:
+    """The copy of an extra file; its bytes in the data file are compared as any other's."""
+    found = Finding(file.name, None, "missing", file.size, file.crc32c)
+    try:
+        content = await store.read(file.name)
+    except NotFoundError:
+        return found
+    return _compare(replace(found, status="ok", size=len(content), crc32c=crc32c.crc32c(content)))
 
 
 def _compare(finding: Finding) -> Finding:

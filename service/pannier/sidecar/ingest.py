@@ -186,6 +186,7 @@ class Ingest:
             self._saves.limit_time(rank, 0, request.save_timeout_s)
             await self._take_mapped(request, rank)
             receipt = _receipt(request, rank)
+            limits.check_extra_files(receipt)
             self._check_files(rank, receipt)
             try:
                 await self._journal.record_ingested(rank, receipt)
@@ -293,10 +294,11 @@ class Ingest:
     ) -> None:
         known = file.size if file is not None else None
         if known is None and rank.plan.sizes is not None:
-            if header.name not in rank.plan.sizes:
+            extra = object_names.extra_file(header.attempt, rank.rank)
+            if header.name not in (*rank.plan.sizes, extra):
                 raise InvalidRequestError(f"{label} isn't in the rank's final plan")
-            # 0: an objects file, whose size the plan can't know.
-            known = rank.plan.sizes[header.name] or None
+            # 0: an objects file, whose size the plan can't know; nor does it have an extra file.
+            known = rank.plan.sizes.get(header.name) or None
         if known is not None and known != header.size:
             raise InvalidRequestError(
                 f"{label} is announced with {header.size} bytes, before it was {known}"
@@ -368,6 +370,7 @@ def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb
         files=request.files,
         varying=request.varying,
         metrics=request.metrics,
+        extra_files=request.extra_files,
     )
     mapped = {file.name for file in request.mapped}
     for each in receipt.files:

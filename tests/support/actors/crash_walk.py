@@ -98,6 +98,9 @@ class Saver:
         self.made.append(made)
         words = [_LARGE if self.large else 4, 4]
         with Party(self._sidecars, incarnation=f"inc{number}", words=words) as party:
+            # One name in all saves, one that no other has.
+            extra = {"meta.json": b"%d" % number, f"only/{number}.txt": b"of %d" % number}
+            party.hands[0].extra = extra
             agreed = self._save(made, party)
             if self.claims and made.outcome == records_pb2.OUTCOME_COMMIT and number % 3 == 1:
                 self._save_again(made, party, agreed)

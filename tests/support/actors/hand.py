@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names, plan_codec
 from pannier.wire.errors import UnavailableError
-from support.actors.ranks_by_hand import local_plan, receipt_of, tensor
+from support.actors.ranks_by_hand import extra_receipt, local_plan, receipt_of, tensor
 from support.actors.scripted import TIMEOUT_S, Trainer, data_file
 from support.processes.stretch import BOUND_S
 
@@ -23,6 +23,8 @@ class Hand(Trainer):
         self.address = address
         self.client = f"{self.incarnation}-{self.rank}"
         self._plan = local_plan([tensor(f"w{self.rank}", words)])
+        self.extra: dict[str, bytes] = {}
+        """Small files that go with its saves."""
 
     def agree(
         self,
@@ -60,12 +62,14 @@ class Hand(Trainer):
     ) -> None:
         """Streams all that is planned and hands it over, by a claim or a confirmed plan."""
         files = self.stream_all(context, plan, claim)
+        extra = self.stream_extra(context, plan, claim)
         request = sidecar_pb2.HandOverRequest(
             context=context,
             attempt=plan.attempt,
             plan_id="" if claim is not None else plan.plan_id,
             claim=claim,
-            files=files,
+            files=[*files, *extra.files],
+            extra_files=extra.extra_files,
         )
         request.varying.extend(receipt_of(plan, self.rank).varying)
         self.call("HandOver", request)
@@ -81,17 +85,30 @@ class Hand(Trainer):
             self._send(context, plan, file, claim) for file in receipt_of(plan, self.rank).files
         ]
 
+    def stream_extra(
+        self,
+        context: sidecar_pb2.SaveContext,
+        plan: plan_pb2.FinalPlan,
+        claim: sidecar_pb2.CachedPlanClaim | None = None,
+    ) -> records_pb2.Receipt:
+        """Streams :attr:`extra`; a receipt of that alone."""
+        receipt, data = extra_receipt(plan.attempt, self.rank, self.extra)
+        for file in receipt.files:
+            self._send(context, plan, file, claim, data)
+        return receipt
+
     def _send(
         self,
         context: sidecar_pb2.SaveContext,
         plan: plan_pb2.FinalPlan,
         file: records_pb2.DataFile,
         claim: sidecar_pb2.CachedPlanClaim | None,
+        data: bytes = b"",
     ) -> records_pb2.DataFile:
         header = sidecar_pb2.FileHeader(
             context=context, attempt=plan.attempt, name=file.name, size=file.size, claim=claim
         )
-        data = bytes(file.size)
+        data = data or bytes(file.size)
         with self.stream(header) as stream:
             held = stream.committed()
             for offset in range(held, len(data), 1 << 20):

@@ -151,8 +151,9 @@ def hand_over(
     plan_id: str = PLAN_ID,
     claim: sidecar_pb2.CachedPlanClaim | None = None,
     varying: Sequence[records_pb2.VaryingItem] = (),
+    extra: records_pb2.Receipt | None = None,
 ) -> None:
-    """All of the rank's files, which lie in the spool."""
+    """All of the rank's files, which lie in the spool, but for ``extra``."""
     request = sidecar_pb2.HandOverRequest(
         context=context,
         attempt=attempt or attempt_of(context.save),
@@ -165,6 +166,9 @@ def hand_over(
             for each in files
         ],
     )
+    if extra is not None:
+        request.files.extend(extra.files)
+        request.extra_files.extend(extra.extra_files)
     trainer.call("HandOver", request)
 
 
@@ -198,6 +202,7 @@ def ingest_mapped(
                 plan_id="" if claim is not None else plan.plan_id,
                 claim=claim,
                 varying=receipt.varying,
+                extra=hand.stream_extra(context, plan, claim),
             )
     except (OSError, EOFError) as error:
         raise UnavailableError(f"no descriptors: {error}") from error

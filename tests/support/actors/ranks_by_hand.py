@@ -381,3 +381,23 @@ async def coordinator(directory: Path, **settings: Any) -> AsyncIterator[Coordin
     config = CoordinatorConfig(address=address, host="here", **settings)
     async with serving(config), connect_client(address) as calls:
         yield calls
+
+
+def extra_receipt(
+    attempt: str, rank: int, contents: Mapping[str, bytes]
+) -> tuple[records_pb2.Receipt, bytes]:
+    """A rank's receipt of these extra files alone, and the bytes of its data file."""
+    name, data = object_names.extra_file(attempt, rank), b""
+    receipt = records_pb2.Receipt(attempt=attempt, rank=rank, host=f"node-{rank}")
+    for each, content in contents.items():
+        receipt.extra_files.add(
+            name=each,
+            file=name if content else "",
+            offset=len(data) if content else 0,
+            size=len(content),
+            crc32c=crc32c.crc32c(content),
+        )
+        data += content
+    if data:
+        receipt.files.add(name=name, size=len(data), crc32c=crc32c.crc32c(data))
+    return receipt, data

@@ -240,6 +240,28 @@ def test_the_functions_take_torchs_keywords_and_the_clients() -> None:
     assert all(hasattr(client_package, name) for name in client_package.__all__)
 
 
+def test_extra_files_are_streamed_beside_the_state(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    content = bytearray(b"meta")
+    handle = client.async_save(
+        state(), checkpoint_id="/x/1", extra_files={"meta.pt": content, "rng/0": b"", "b": b"b"}
+    )
+    content[:] = b"late"
+    handle.result(BOUND_S)
+    (request,) = sidecar.asked(sidecar_pb2.HandOverRequest)
+    name = object_names.extra_file(request.attempt, 0)
+    assert [(each.name, each.file, each.offset, each.size) for each in request.extra_files] == [
+        ("meta.pt", name, 0, 4),
+        ("rng/0", "", 0, 0),
+        ("b", name, 4, 1),
+    ]
+    assert bytes(sidecar.files[name].data) == b"metab"
+    assert request.files[-1].name == name
+    client.save(state(), checkpoint_id="/x/2")
+    assert not sidecar.asked(sidecar_pb2.HandOverRequest)[1].extra_files
+
+
 # What is refused.
 
 
@@ -250,6 +272,10 @@ def test_the_functions_take_torchs_keywords_and_the_clients() -> None:
         ({"async_checkpointer_type": AsyncCheckpointerType.PROCESS}, "async_checkpointer_type"),
         ({"use_collectives": False}, "use_collectives"),
         ({"overwrite": "yes"}, "None, True or False"),
+        ({"extra_files": ["meta.pt"]}, "extra_files is a list"),
+        ({"extra_files": {"meta.pt": "text"}}, r"extra_files\['meta.pt'\] is a str"),
+        ({"extra_files": {"../meta.pt": b""}}, r"'../meta.pt' can't be the name"),
+        ({"extra_files": {"large": bytes((32 << 20) + 1)}}, "33554433 bytes together, at most"),
         ({"on_busy": "panic"}, "'wait', 'skip' or 'raise'"),
         ({"timeout": 0}, "seconds above 0"),
         ({"timeout": float("nan")}, "timeout=nan"),

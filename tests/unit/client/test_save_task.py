@@ -75,6 +75,7 @@ class Staged:
     arena: Arena = field(default_factory=lambda: ArenaPool(1).acquire([]))
     deferred: DeferredCopies | None = None
     copy_description: str = ""
+    extra: list[records_pb2.ExtraFile] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:

@@ -22,7 +22,7 @@ from pannier.client.config import check_metrics, check_timeout
 from pannier.client.dcp.writer_save import NO_PLAN_CACHE, WriterSave
 from pannier.client.loading import filesystem
 from pannier.client.messages.call_errors import at_call
-from pannier.client.options import check_overwrite, checkpoint_path
+from pannier.client.options import check_extra_files, check_overwrite, checkpoint_path
 from pannier.client.save_factory import SaveFactory, default_factory
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, PannierError
@@ -51,12 +51,14 @@ class StorageWriter(storage.StorageWriter):
             groups can be distinguished.
         no_dist: as ``dcp.save`` gets it.
         timeout: seconds until a save must be committed. Default: the client's ``save_timeout``.
-        metrics: as :meth:`pannier.client.Client.async_save` takes them: what :attr:`metrics` is at first.
+        metrics, extra_files: as :meth:`pannier.client.Client.async_save` takes them: what :attr:`metrics` and
+            :attr:`extra_files` are at first.
         overwrite: as :meth:`pannier.client.Client.async_save` takes it; True and False as torch's
             ``FileSystemWriter`` has them.
 
     Raises:
-        InvalidRequestError: the path is not valid, the timeout is over 7 days, or a metric is no number.
+        InvalidRequestError: the path is not valid, the timeout is over 7 days, a metric is no number, or a
+            file can't be added.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class StorageWriter(storage.StorageWriter):
         no_dist: bool = False,
         timeout: float | None = None,
         metrics: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
         overwrite: bool | None = None,
     ) -> None:
         super().__init__()
@@ -78,6 +81,7 @@ class StorageWriter(storage.StorageWriter):
         self._no_dist = no_dist
         self._timeout = None if timeout is None else check_timeout(timeout)
         self.metrics = metrics
+        self.extra_files = extra_files
         self._save: WriterSave | None = None
         self._save_id = ""
 
@@ -127,6 +131,18 @@ class StorageWriter(storage.StorageWriter):
     @metrics.setter
     def metrics(self, metrics: Mapping[str, Any] | None) -> None:
         self._metrics = check_metrics(metrics)
+
+    @property
+    def extra_files(self) -> Mapping[str, bytes]:
+        """Small files by name that go with the saves from now on; set them again before the next one.
+
+        Setting raises InvalidRequestError naming what can't be added.
+        """
+        return self._extra_files
+
+    @extra_files.setter
+    def extra_files(self, files: Mapping[str, bytes] | None) -> None:
+        self._extra_files = check_extra_files(files)
 
     @at_call
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -190,7 +206,7 @@ class StorageWriter(storage.StorageWriter):
         """
         save = self._current()
         try:
-            results = save.write(plan, planner, self._metrics)
+            results = save.write(plan, planner, self._metrics, self._extra_files)
         finally:
             self._save_id = save.attempt
         done: Future[list[WriteResult]] = Future()

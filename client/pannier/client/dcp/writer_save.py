@@ -165,7 +165,11 @@ class WriterSave:
         ]
 
     def write(
-        self, plan: SavePlan, planner: SavePlanner, metrics: Mapping[str, float]
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        metrics: Mapping[str, float],
+        extra_files: Mapping[str, bytes],
     ) -> list[WriteResult]:
         """Stages, streams and hands over this rank's items; returns when they are ingested.
 
@@ -182,7 +186,7 @@ class WriterSave:
                     "SavePlan.storage_data as it is"
                 )
             self._attempt = ticket.attempt
-            staged = self._ingest(plan, planner, metrics)
+            staged = self._ingest(plan, planner, metrics, extra_files)
         prefix = object_names.data_prefix(self._attempt)
         return [
             WriteResult(
@@ -243,7 +247,13 @@ class WriterSave:
             if len(self.context.ranks) > 1:
                 _log.warning("%r could not be reported to the other ranks: %s", error, problem)
 
-    def _ingest(self, plan: SavePlan, planner: SavePlanner, metrics: Mapping[str, float]) -> Staged:
+    def _ingest(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        metrics: Mapping[str, float],
+        extra_files: Mapping[str, bytes],
+    ) -> Staged:
         task = aside(
             lambda: SaveTask(
                 self._sidecar,
@@ -266,6 +276,7 @@ class WriterSave:
                     as_planned=resolves_as_planned(planner),
                 )
                 release(planner)
+                staged = stager.add_extra_files(staged, self.context.rank, extra_files)
                 task.staged(staged)
             except BaseException:
                 aside(slot.free)

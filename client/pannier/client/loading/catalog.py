@@ -131,10 +131,19 @@ def attempts_of(directories: Sequence[StorageDir]) -> list[list[object_names.Att
 def committed_attempt(directory: StorageDir) -> object_names.Attempt | None:
     """The attempt that the ``.metadata`` of a directory is of. Raises StorageError, IntegrityError."""
     try:
-        found = directory.stat(object_names.METADATA)
-        return _find_committed(directory, attempts_at(directory), found)
+        found = find_commit(directory)
     except MissingError:
         return None
+    return None if found is None else object_names.Attempt.parse(found.attempt)
+
+
+def find_commit(directory: StorageDir) -> records_pb2.Decision | None:
+    """The COMMIT of the checkpoint in a directory; None: Pannier didn't write it.
+
+    Raises MissingError when there is none, StorageError, IntegrityError.
+    """
+    found = directory.stat(object_names.METADATA)
+    return _find_committed(directory, attempts_at(directory), found)
 
 
 def directories(root: StorageDir) -> list[StorageDir]:
@@ -170,14 +179,14 @@ def _read_info(
         committed = _find_committed(directory, attempts, found)
     except MissingError:
         return None
-    name = committed.name if committed is not None else None
+    name = committed.attempt if committed is not None else None
     return CheckpointInfo(directory.url, found.modified, name)
 
 
 def _find_committed(
     directory: StorageDir, attempts: Sequence[object_names.Attempt], metadata: Stat
-) -> object_names.Attempt | None:
-    """The newest attempt whose COMMIT decision matches the ``.metadata``."""
+) -> records_pb2.Decision | None:
+    """The COMMIT of the newest attempt whose decision matches the ``.metadata``."""
     checksum = metadata.crc32c
     damage: IntegrityError | None = None
     for attempt in attempts:
@@ -193,7 +202,7 @@ def _find_committed(
             # The .metadata of several attempts often have the same size.
             checksum = crc32c.crc32c(directory.read(object_names.METADATA))
         if fits(decision, metadata.size, checksum):
-            return attempt
+            return decision
     if damage is not None:
         raise damage
     return None

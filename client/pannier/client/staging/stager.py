@@ -7,11 +7,13 @@ planned offset; everything else is serialised at once, as DCP would store it, to
 file. Not thread-safe.
 """
 
+import ctypes
 import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import IO, Any, NamedTuple, Protocol, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Any, NamedTuple, Protocol, TypeVar, cast
 
+import crc32c
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
@@ -28,6 +30,7 @@ from pannier.wire.errors import InvalidRequestError, PannierError
 from pannier.wire.plan_columns import decode_column
 
 Resolve = Callable[[WriteItem], torch.Tensor | io.BytesIO]
+_Placed = TypeVar("_Placed", records_pb2.VaryingItem, records_pb2.ExtraFile)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Staged:
     """Copies that are still under way; they must be finished before the arena is released."""
     copy_description: str = ""
     """How bytes were copied from devices, human-readable; empty: none were."""
+    extra: Sequence[records_pb2.ExtraFile] = ()
+    """Small files beside the state; their data file is named as in ``files``."""
 
     @property
     def bytes(self) -> int:
@@ -136,6 +141,45 @@ def stage(
     ]
     copy_description = writer.copy_description or planner.how
     return Staged(files, varying, locations, arena, writer.start_deferred(), copy_description)
+
+
+def add_extra_files(staged: Staged, rank: int, contents: Mapping[str, bytes]) -> Staged:
+    """What is staged, and a data file with these contents, one after the other.
+
+    Args:
+        rank: global rank, for the name of the data file.
+        contents: by name, checked.
+    """
+    name, data = object_names.extra_suffix(rank), bytearray()
+    extra = []
+    for each, content in contents.items():
+        place = (name, len(data)) if content else ("", 0)
+        extra.append(
+            records_pb2.ExtraFile(
+                name=each,
+                file=place[0],
+                offset=place[1],
+                size=len(content),
+                crc32c=crc32c.crc32c(content),
+            )
+        )
+        data += content
+    files = list(staged.files)
+    if data:
+        memory = (ctypes.c_char * len(data)).from_buffer(data)
+        files.append(StagedFile(name, len(data), ctypes.addressof(memory), memory))
+    return replace(staged, files=files, extra=extra)
+
+
+def in_attempt(items: Iterable[_Placed], prefix: str) -> list[_Placed]:
+    """Messages that name staged files, with the names of these in an attempt."""
+    found = []
+    for item in items:
+        named = type(item)()
+        named.CopyFrom(item)
+        named.file = prefix + item.file if item.file else ""
+        found.append(named)
+    return found
 
 
 def stage_external(

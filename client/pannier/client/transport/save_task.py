@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 
 from pannier.client.handle import SaveHandle
 from pannier.client.staging.in_flight import ArenaUse, InFlightSave
-from pannier.client.staging.stager import Staged
+from pannier.client.staging.stager import Staged, in_attempt
 from pannier.client.transport.file_stream import MemoryInUseError, StagedFile, StoppedError
 from pannier.client.transport.plan_claim import CachedPlan, PlanClaim
 from pannier.client.transport.save_status import OnCommitted, StatusFollower
@@ -421,15 +421,8 @@ class SaveTask:
             plan_id="" if claim is not None else confirmed,
             claim=claim,
             files=files,
-            varying=[
-                records_pb2.VaryingItem(
-                    position=item.position,
-                    file=prefix + item.file,
-                    offset=item.offset,
-                    length=item.length,
-                )
-                for item in self._staged.varying
-            ],
+            varying=in_attempt(self._staged.varying, prefix),
+            extra_files=in_attempt(self._staged.extra, prefix),
             mapped=[
                 sidecar_pb2.MappedFile(
                     name=prefix + name, spool_file=mapping.file, stamp=mapping.stamp

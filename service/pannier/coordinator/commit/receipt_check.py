@@ -8,22 +8,24 @@ from collections.abc import Mapping
 
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.v1 import plan_pb2, records_pb2
-from pannier.wire import object_names
-from pannier.wire.errors import IntegrityError
+from pannier.wire import limits, object_names
+from pannier.wire.errors import IntegrityError, InvalidRequestError
 from pannier.wire.plan_columns import column_length, decode_column, encode_column
 
 
 def check_receipt(manifest: Manifest, receipt: records_pb2.Receipt) -> None:
     """Raises IntegrityError unless the receipt is what the plan asks of its rank.
 
-    That is the same plan, the planned files in their planned sizes, and a place for each
-    item whose size varies.
+    That is the same plan, the planned files in their planned sizes, a place for each item whose
+    size varies, and the file of its extra files, which no plan has.
     """
     _check_identity(receipt, manifest.header.attempt, manifest.plan_id)
     share = manifest.share(receipt.rank)
     prefix = object_names.data_prefix(manifest.header.attempt)
     sizes = _sizes(receipt)
-    if sizes.keys() != {prefix + name for name in share.files}:
+    _check_extra(receipt)
+    own = sizes.keys() - {object_names.extra_file(receipt.attempt, receipt.rank)}
+    if own != {prefix + name for name in share.files}:
         planned = sorted(prefix + name for name in share.files)
         raise _wrong(receipt, f"it names files {sorted(sizes)}, the plan has {planned}")
     for name, size in share.files.items():
@@ -56,6 +58,7 @@ def check_external_receipt(attempt: str, receipt: records_pb2.Receipt) -> None:
     _check_identity(receipt, attempt, "")
     for name in _sizes(receipt):
         object_names.check_data_file(name, attempt, receipt.rank)
+    _check_extra(receipt)
     if receipt.varying:
         raise _wrong(receipt, "it places items of a plan that Pannier doesn't know")
 
@@ -119,6 +122,13 @@ def _check_identity(receipt: records_pb2.Receipt, attempt: str, plan_id: str) ->
         raise _wrong(receipt, f"it is of attempt {receipt.attempt}, not {attempt}")
     if receipt.plan_id != plan_id:
         raise _wrong(receipt, f"it follows plan {receipt.plan_id!r}, the others {plan_id!r}")
+
+
+def _check_extra(receipt: records_pb2.Receipt) -> None:
+    try:
+        limits.check_extra_files(receipt)
+    except InvalidRequestError as error:
+        raise _wrong(receipt, str(error)) from error
 
 
 def _sizes(receipt: records_pb2.Receipt) -> dict[str, int]:

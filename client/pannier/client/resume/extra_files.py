@@ -1,0 +1,64 @@
+"""Extra files of a checkpoint, of the attempt that ``.metadata`` is of.
+
+In: a checkpoint id and a name. Out: the file's bytes, compared with their checksum. They lie in a data file of the
+attempt; so they fit the state that is loaded, also while a save to the same id is being committed. The copy at
+``<checkpoint_id>/<name>`` is for tools that know nothing of Pannier. Blocking; any thread.
+"""
+
+import itertools
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+import crc32c
+
+from pannier.client.loading import catalog
+from pannier.client.loading.filesystem import MissingError, StorageDir, open_dir
+from pannier.client.messages.call_errors import at_call
+from pannier.v1 import records_pb2
+from pannier.wire.errors import IntegrityError, StorageError
+
+_TRIES: Final = 3
+"""Replacements of the checkpoint in a row, while it is read."""
+
+
+@at_call
+def read_extra_file(
+    checkpoint_id: str | os.PathLike[str],
+    name: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> bytes:
+    """See :func:`pannier.client.read_extra_file`."""
+    directory = open_dir(checkpoint_id, storage_options)
+    tries = itertools.count(1)
+    while True:
+        try:
+            commit = catalog.find_commit(directory)
+        except MissingError:
+            raise StorageError(catalog.describe_absence(directory)) from None
+        if commit is None:
+            # Another writer's: there are no records, only the file itself.
+            return directory.read(name)
+        file = next((each for each in commit.extra_files if each.name == name), None)
+        if file is None:
+            names = ", ".join(each.name for each in commit.extra_files) or "none"
+            raise StorageError(f"{directory.url} has no extra file {name!r}; it has {names}")
+        try:
+            return _read(directory, file)
+        except MissingError:
+            if next(tries) == _TRIES:
+                raise
+
+
+def _read(directory: StorageDir, file: records_pb2.ExtraFile) -> bytes:
+    data = bytearray(file.size)
+    if data:
+        directory.read_into(file.file, file.offset, memoryview(data))
+    found = crc32c.crc32c(data)
+    if found != file.crc32c:
+        raise IntegrityError(
+            f"the extra file {file.name!r} in {directory.url}/{file.file} is damaged: its crc32c is {found:08x}, "
+            f"{file.crc32c:08x} was committed"
+        )
+    return bytes(data)

@@ -1,0 +1,151 @@
+"""Extra files of a save: with real daemons, read by plain tools."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from pannier import client as package
+from pannier.client import Client, SaveAbortedError, StorageError, StorageWriter
+from pannier.client.config import load_settings
+from pannier.wire import object_names
+from support.processes.cli import pannier_here as pannier
+from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks
+from support.processes.stretch import BOUND_S
+from support.storage.gcs_server import GcsServer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+STATE = {"w": torch.arange(1000.0)}
+
+
+@pytest.fixture(scope="module")
+def daemons(server: GcsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemons]:
+    with Daemons(tmp_path_factory.mktemp("extra"), environment=server.env) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def environment(daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**daemons.env(), **server.env, "PANNIER_JOB": "extra"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with Client(load_settings()) as made:
+        yield made
+
+
+@pytest.fixture(params=["file", "gs"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return str(tmp_path / "run" / "step-1")
+    return f"gs://bucket/{tmp_path.name}/step-1"
+
+
+def plain(place: str) -> dict[str, bytes]:
+    """What is there beside ``.metadata``, data files and records, by fsspec alone."""
+    options = {"token": "anon", "use_listings_cache": False} if "://" in place else {}
+    fs, path = fsspec.url_to_fs(place, **options)
+    names = [str(name).partition(f"{path.strip('/')}/")[2] for name in fs.find(path)]
+    return {
+        name: fs.cat_file(f"{path}/{name}")
+        for name in names
+        if not (
+            name == ".metadata" or object_names.attempt_of(name) or name.startswith(".pannier-")
+        )
+    }
+
+
+def test_they_are_there_with_the_checkpoint_and_replaced_with_it(
+    client: Client, place: str
+) -> None:
+    first = {"meta.pt": b"first", "rng/0.pt": b"rng", "empty": b""}
+    client.save(STATE, checkpoint_id=place, extra_files=first)
+    assert plain(place) == first
+    verified = pannier("verify", place)
+    assert verified.code == 0, verified
+    client.save(STATE, checkpoint_id=place, extra_files={"meta.pt": b"second"})
+    assert plain(place) == {"meta.pt": b"second"}
+    assert package.read_extra_file(place, "meta.pt") == b"second"
+    with pytest.raises(StorageError, match=r"no extra file 'rng/0\.pt'; it has meta\.pt"):
+        package.read_extra_file(place, "rng/0.pt")
+    removed = pannier("rm", place, "--yes")
+    assert removed.code == 0, removed
+    assert plain(place) == {}
+    with pytest.raises(StorageError, match="is no checkpoint"):
+        package.read_extra_file(place, "meta.pt")
+
+
+def test_a_storage_writer_takes_them_too(client: Client, tmp_path: Path) -> None:
+    place = str(tmp_path / "step-1")
+    writer = StorageWriter(place, client=client, extra_files={"trainer_state.json": b"{}"})
+    dcp.save(STATE, storage_writer=writer, no_dist=True)
+    assert plain(place) == {"trainer_state.json": b"{}"}
+    writer.extra_files = None
+    writer.reset(tmp_path / "step-2")
+    dcp.save(STATE, storage_writer=writer, no_dist=True)
+    assert plain(str(tmp_path / "step-2")) == {}
+    assert pannier("verify", place).code == 0
+
+
+def test_a_file_of_a_foreign_checkpoint_is_read_as_it_is(tmp_path: Path) -> None:
+    dcp.save(STATE, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    (tmp_path / "step-1" / "meta.pt").write_bytes(b"foreign")
+    assert package.read_extra_file(tmp_path / "step-1", "meta.pt") == b"foreign"
+
+
+RANKS = """
+import json, os
+import torch
+import torch.distributed as dist
+from pannier import client
+
+dist.init_process_group("gloo")
+rank, root = dist.get_rank(), os.environ["ROOT"]
+state = {f"w{rank}": torch.full((1000,), float(rank))}
+for step in (1, 2):
+    own = {f"rng_state_{rank}.pth": b"rng %d" % rank, "same.json": b"{}"}
+    if rank == 1:
+        own["meta.json"] = json.dumps({"step": step}).encode()
+    client.save(state, checkpoint_id=f"{root}/step-{step}", extra_files=own)
+try:
+    client.save(state, checkpoint_id=f"{root}/step-3", extra_files={"meta.json": b"%d" % rank})
+except client.SaveAbortedError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+def test_each_rank_may_give_some_but_no_two_contents_of_one(
+    daemons: Daemons, server: GcsServer, tmp_path: Path
+) -> None:
+    root = f"gs://bucket/{tmp_path.name}"
+    run = run_ranks(RANKS, 2, daemons.env(**server.env, ROOT=root), torchrun=False)
+    run.check()
+    for step in (1, 2):
+        found = plain(f"{root}/step-{step}")
+        assert json.loads(found.pop("meta.json")) == {"step": step}
+        assert found == {
+            "rng_state_0.pth": b"rng 0",
+            "rng_state_1.pth": b"rng 1",
+            "same.json": b"{}",
+        }
+    for rank in range(2):
+        assert "give different contents for the extra file 'meta.json'" in run.outputs[rank]
+    assert plain(f"{root}/step-3") == {}
+
+
+def test_an_aborted_save_leaves_none(client: Client, tmp_path: Path) -> None:
+    place = tmp_path / "run" / "step-1"
+    (place / "logs").mkdir(parents=True)
+    handle = client.async_save(STATE, checkpoint_id=place, extra_files={"logs": b"", "a": b"a"})
+    with pytest.raises(SaveAbortedError, match="logs is a directory: give the extra file another"):
+        handle.result(BOUND_S)
+    assert plain(str(place)) == {}
