@@ -47,6 +47,7 @@ from pannier.client.resume.ingested_saves import default_ingested
 from pannier.client.resume.latest import latest as find_latest
 from pannier.client.save_factory import configure, default_settings, raise_unretrieved
 from pannier.client.staging.optimizer_guard import Guard
+from pannier.common.locations import CHILDREN
 from pannier.common.save_interval import Advice
 from pannier.wire.errors import (
     BusyError,
@@ -288,13 +289,14 @@ def load(
 def latest(
     root: str | os.PathLike[str],
     *,
+    pattern: str = CHILDREN.text,
     process_group: Any = None,
     no_dist: bool = False,
     include: str = "committed",
     timeout: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """The newest checkpoint directly below ``root``; None when there is none.
+    """The newest checkpoint below ``root``; None when there is none.
 
     It is that of the newest save, by incarnation and save number, whatever the order of their commits
     and the clocks. Among checkpoints that Pannier didn't write, which come before its own, the one
@@ -313,6 +315,8 @@ def latest(
 
     Args:
         root: a path or a URL; need not exist, but its bucket must.
+        pattern: which directories are checkpoints, by their names below the root, with shell wildcards:
+            ``"checkpoint-*/dcp"``. Default: those directly below it.
         process_group: the ranks that ask together. Default: all.
         no_dist: this process looks by itself.
         include: ``"committed"``, or ``"ingested"``.
@@ -325,11 +329,12 @@ def latest(
         StorageError: the root can't be read; on all ranks.
         DeadlineError: the first rank hasn't answered in time.
         LoadError: the process group's store, which rank 0 or its launcher serves, doesn't answer.
-        InvalidRequestError: ranks gave different roots.
+        InvalidRequestError: ranks gave different roots or patterns; the pattern can't be used.
         IntegrityError: the decision of the newest save is damaged, so that its order isn't known.
     """
     return find_latest(
         root,
+        pattern=pattern,
         process_group=process_group,
         no_dist=no_dist,
         include=include,
@@ -341,24 +346,28 @@ def latest(
 
 
 def list(
-    root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    root: str | os.PathLike[str],
+    *,
+    pattern: str = CHILDREN.text,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> builtins.list[CheckpointInfo]:
-    """The checkpoints directly below ``root``, oldest first, in the order of their saves.
+    """The checkpoints below ``root``, oldest first, in the order of their saves.
 
     Those that Pannier didn't write come first, by time.
 
     Args:
         root: a path or a URL; need not exist, but its bucket must.
+        pattern: as of :func:`latest`. The step of each is taken from the part that its wildcards match.
         storage_options: of the fsspec file system. Default: from the environment.
 
     Raises:
         PannierError: an earlier save failed and its error was not retrieved.
-        InvalidRequestError: the root is no path.
+        InvalidRequestError: the root is no path, or the pattern can't be used.
         StorageError: it can't be read.
         IntegrityError: a decision is damaged, so that the order isn't known.
     """
     raise_unretrieved()
-    return catalog.list_checkpoints(root, storage_options=storage_options)
+    return catalog.list_checkpoints(root, pattern=pattern, storage_options=storage_options)
 
 
 def export(

@@ -317,7 +317,7 @@ class Client:
         )
 
     def latest(self, root: str | os.PathLike[str], **arguments: Any) -> str | None:
-        """The newest checkpoint directly below ``root``. See :func:`pannier.client.latest`."""
+        """The newest checkpoint below ``root``. See :func:`pannier.client.latest`."""
         return find_latest(
             root,
             before=self._factory.saves.errors.raise_all,
@@ -328,7 +328,7 @@ class Client:
     def list(
         self, root: str | os.PathLike[str], **arguments: Any
     ) -> builtins.list[catalog.CheckpointInfo]:
-        """The checkpoints directly below ``root``. See :func:`pannier.client.list`."""
+        """The checkpoints below ``root``. See :func:`pannier.client.list`."""
         self._factory.saves.errors.raise_all()
         return catalog.list_checkpoints(root, **arguments)
 

@@ -1,15 +1,18 @@
 """Locations of checkpoints: what a user writes, and the parts of the URL or path that it means.
 
 In: text, as an argument of the client or of the command line, or from a message. Out: an absolute
-path or a URL, the same in every process, and its parts. Nothing in storage is touched. Pure, but
-for the working directory and the home directories; any thread.
+path or a URL, the same in every process, and its parts; which directories below a root a pattern
+matches. Nothing in storage is touched. Pure, but for the working directory and the home directories; any
+thread.
 """
 
+import fnmatch
 import os
 import re
 from dataclasses import dataclass
 from typing import Final
 
+from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -28,6 +31,9 @@ _SCHEMES: Final = {
     "memory": "memory",
 }
 _WITH_BUCKET: Final = ("gs", "gcs", "s3", "s3a")
+_RECORDS: Final = object_names.attempts_prefix().rstrip("/")
+_NUMBER: Final = re.compile(r"\d+")
+_WILDCARDS: Final = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True)
@@ -125,3 +131,104 @@ def parse(url: str) -> Location:
         # Literal names in an object store, but not for a path library.
         raise InvalidRequestError(f"{url!r} has an empty or '.' path segment")
     return Location(known, parts[0], parts[1:])
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which directories below a root are checkpoints: ``checkpoint-*/dcp``.
+
+    Raises InvalidRequestError unless ``text`` is relative and has no empty, ``.`` or ``..`` segment and
+    no ``**``.
+    """
+
+    text: str
+    """Names of directories, joined by ``/``. In each, ``*``, ``?`` and ``[...]`` match as in a shell, but also
+    a leading dot; none matches Pannier's directory of records."""
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem:
+            raise InvalidRequestError(
+                f"pattern {self.text!r} {problem}; give names of directories below the root, like '*' "
+                "or 'checkpoint-*/dcp'"
+            )
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """One per level below the root."""
+        return tuple(self.text.split("/"))
+
+    @property
+    def one_parent(self) -> bool:
+        """Whether all that it matches lies in one directory, whose records order the attempts."""
+        return not any(map(has_wildcard, self.segments[:-1]))
+
+    def matches(self, name: str) -> bool:
+        """Whether it matches ``name``, which is relative to the root."""
+        names = name.split("/")
+        return len(names) == len(self.segments) and all(map(segment_matches, self.segments, names))
+
+    def name_below(self, root: str, checkpoint_id: str) -> str | None:
+        """The checkpoint's name relative to ``root``; None: the pattern doesn't match it there."""
+        begin = root.rstrip("/") + "/"
+        name = checkpoint_id.removeprefix(begin)
+        return name if checkpoint_id.startswith(begin) and self.matches(name) else None
+
+    def root_of(self, checkpoint_id: str) -> str | None:
+        """The root below which the pattern matches it; None: it matches no end of the id.
+
+        Raises InvalidRequestError when this is no checkpoint id.
+        """
+        root, name = object_names.split_checkpoint_id(checkpoint_id)
+        for _ in self.segments[1:]:
+            try:
+                root, parent = object_names.split_checkpoint_id(root)
+            except InvalidRequestError:
+                return None  # nothing is above it
+            name = f"{parent}/{name}"
+        return root if self.matches(name) else None
+
+    def step(self, name: str) -> int | None:
+        """The last number in the last segment that has one; segments without a wildcard don't count.
+
+        5 for ``checkpoint-5/dcp2`` and the pattern ``checkpoint-*/dcp2``.
+        """
+        pairs = list(zip(self.segments, name.split("/"), strict=True))
+        varying = [each for segment, each in pairs if has_wildcard(segment)]
+        for each in reversed(varying or [each for _, each in pairs]):
+            if numbers := _NUMBER.findall(each):
+                return int(numbers[-1])
+        return None
+
+    def _problem(self) -> str:
+        """Why it can't be used; empty: it can."""
+        if not isinstance(self.text, str) or not self.text:
+            return "is no text"
+        if "://" in self.text or self.text.startswith(("/", "~")):
+            return "is not relative to the root"
+        if any(ord(character) < 32 or ord(character) == 127 for character in self.text):
+            return "contains a control character"
+        segments = self.text.split("/")
+        if ".." in segments:
+            return "contains '..'"
+        if "" in segments or "." in segments:
+            return "has an empty or '.' segment"
+        if "**" in self.text:
+            return "contains '**': the number of levels must be known"
+        if _RECORDS in segments:
+            return f"names Pannier's directory of records, {_RECORDS}"
+        return ""
+
+
+CHILDREN: Final = Pattern("*")
+"""The directories directly below a root."""
+
+
+def has_wildcard(segment: str) -> bool:
+    """Whether a segment of a pattern may match several names."""
+    return _WILDCARDS.search(segment) is not None
+
+
+def segment_matches(segment: str, name: str) -> bool:
+    """Whether a segment of a pattern matches the name of a directory."""
+    return name != _RECORDS and fnmatch.fnmatchcase(name, segment)

@@ -118,6 +118,21 @@ class Attempt:
         )
 
 
+def order_key(attempt: Attempt, began: float | None = None) -> tuple[float, str, int, str, str]:
+    """Sort key of an attempt among others; a greater one is newer.
+
+    Args:
+        began: when its incarnation wrote its first manifest, by the store's clock; None: all attempts are
+            of checkpoints in one directory. Incarnations are numbered in the directory that has the
+            checkpoint: so their numbers don't order checkpoints of several. The key has it for all
+            attempts that are compared, or for none.
+    """
+    if began is None:
+        number = attempt.incarnation_number
+        return number, "", attempt.number, attempt.group, attempt.incarnation
+    return began, attempt.incarnation, attempt.number, attempt.group, ""
+
+
 def unnamed_job() -> str:
     """A unique name for one start of a job that has none."""
     return f"job-{secrets.token_hex(4)}"

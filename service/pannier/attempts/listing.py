@@ -1,4 +1,4 @@
-"""The checkpoints below a root: a listing in, checkpoints with their states out. Async.
+"""The checkpoints below a root, all or those that a pattern matches: listings in, checkpoints with their states out. Async.
 
 The attempt of a checkpoint's ``.metadata`` is found by comparing its size and checksum with the COMMIT
 decisions beside it, without unpickling. Checkpoints are ordered by their attempts, not by times, which come
@@ -6,22 +6,29 @@ from several clocks.
 """
 
 import asyncio
+import dataclasses
 import enum
+import math
 import posixpath
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import crc32c
 
 from pannier.attempts.decisions import find_committed, read_decisions
+from pannier.common.locations import CHILDREN, Pattern, has_wildcard, segment_matches
 from pannier.storage import ObjectInfo, Store
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
 
+_Item = TypeVar("_Item")
+_Answer = TypeVar("_Answer")
+
 _PARALLEL = 8
-"""Checkpoints examined at the same time."""
+"""Checkpoints examined, or directories listed, at the same time."""
 
 
 class CheckpointState(enum.Enum):
@@ -53,16 +60,20 @@ class Checkpoint:
     """Of a committed one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of a committed one, as its trainers reported."""
+    began: float | None = None
+    """When the attempt's incarnation wrote its first manifest below the root, by the store's clock; Unix time,
+    seconds. None: it is foreign, or incarnations are ordered by their numbers."""
 
     @property
-    def order(self) -> tuple[bool, object_names.Attempt | float, float, str]:
+    def order(self) -> tuple[bool, tuple[float | str, ...], float, str]:
         """Sorts oldest first: foreign ones by time, then the others by attempt.
 
         Copies of a checkpoint have one attempt; they are sorted by time.
         """
         if self.attempt is None:
-            return False, self.time, self.time, self.name
-        return True, object_names.Attempt.parse(self.attempt), self.time, self.name
+            return False, (self.time,), self.time, self.name
+        attempt = object_names.Attempt.parse(self.attempt)
+        return True, object_names.order_key(attempt, self.began), self.time, self.name
 
 
 @dataclass
@@ -73,14 +84,82 @@ class _Directory:
     """By attempt."""
 
 
-async def list_checkpoints(store: Store) -> list[Checkpoint]:
-    """All checkpoints at any depth below the root ``store``, oldest first. Raises StorageError."""
-    directories = _directories(await store.list())
-    limit = asyncio.Semaphore(_PARALLEL)
-    found = await asyncio.gather(
-        *(_classify(store, name, directory, limit) for name, directory in directories.items())
-    )
+async def list_checkpoints(store: Store, pattern: Pattern | None = None) -> list[Checkpoint]:
+    """The checkpoints below the root ``store``, oldest first.
+
+    Args:
+        pattern: which; None: all at any depth, ordered as if they lay in one directory.
+
+    Raises StorageError.
+    """
+    # Directly below the root is all, or nearly: one listing takes fewer requests than one for each.
+    whole = pattern is None or pattern == CHILDREN
+    objects = await (store.list() if pattern is None or whole else _list_matching(store, pattern))
+    directories = _directories(objects)
+    if pattern is not None:
+        directories = {name: each for name, each in directories.items() if pattern.matches(name)}
+    found = await _for_each(lambda item: _classify(store, *item), list(directories.items()))
+    if pattern is not None and not pattern.one_parent:
+        began = _began(directories)
+        found = [
+            dataclasses.replace(
+                each, began=began[object_names.Attempt.parse(each.attempt).incarnation]
+            )
+            if each.attempt is not None
+            else each
+            for each in found
+        ]
     return sorted(found, key=lambda checkpoint: checkpoint.order)
+
+
+async def _list_matching(store: Store, pattern: Pattern) -> list[ObjectInfo]:
+    """All objects in the directories that the pattern matches.
+
+    Lists level by level the directories that the pattern's beginning matches, and no others.
+    """
+    prefixes = [""]
+    for segment in pattern.segments:
+        if has_wildcard(segment):
+            listed = await _for_each(store.list_directories, prefixes)
+        else:
+            listed = [[segment]] * len(prefixes)
+        prefixes = [
+            f"{prefix}{name}/"
+            for prefix, names in zip(prefixes, listed, strict=True)
+            for name in names
+            if segment_matches(segment, name)
+        ]
+    return [info for listed in await _for_each(store.list, prefixes) for info in listed]
+
+
+def _began(directories: Mapping[str, _Directory]) -> dict[str, float]:
+    """When each incarnation's first attempt was planned, by the store's clock.
+
+    Where no manifest is left, there is no intact checkpoint: then, when its first record was written.
+    """
+    planned: dict[str, float] = {}
+    written: dict[str, float] = {}
+    for name, directory in directories.items():
+        for attempt, records in directory.records.items():
+            incarnation = object_names.Attempt.parse(attempt).incarnation
+            manifest = posixpath.join(name, object_names.manifest(attempt))
+            for info in records:
+                found = planned if info.key == manifest else written
+                found[incarnation] = min(info.modified, found.get(incarnation, math.inf))
+    return {**written, **planned}
+
+
+async def _for_each(
+    call: Callable[[_Item], Awaitable[_Answer]], items: Sequence[_Item]
+) -> list[_Answer]:
+    """The call's results for all items; a few run at the same time."""
+    limit = asyncio.Semaphore(_PARALLEL)
+
+    async def run(item: _Item) -> _Answer:
+        async with limit:
+            return await call(item)
+
+    return await asyncio.gather(*(run(item) for item in items))
 
 
 def _directories(objects: Iterable[ObjectInfo]) -> dict[str, _Directory]:
@@ -104,16 +183,11 @@ def _directories(objects: Iterable[ObjectInfo]) -> dict[str, _Directory]:
     }
 
 
-async def _classify(
-    store: Store, name: str, directory: _Directory, limit: asyncio.Semaphore
-) -> Checkpoint:
-    async with limit:
-        records = [item for items in directory.records.values() for item in items]
-        if directory.metadata is not None:
-            return await _classify_with_metadata(
-                store, name, directory, directory.metadata, records
-            )
-        decisions = (await read_decisions(store, records)).known
+async def _classify(store: Store, name: str, directory: _Directory) -> Checkpoint:
+    records = [item for items in directory.records.values() for item in items]
+    if directory.metadata is not None:
+        return await _classify_with_metadata(store, name, directory, directory.metadata, records)
+    decisions = (await read_decisions(store, records)).known
     newest = max(directory.records, key=object_names.Attempt.parse)
     aborted = all(
         attempt in decisions and decisions[attempt].outcome == records_pb2.OUTCOME_ABORT

@@ -143,6 +143,22 @@ class Location(_Type):
             self.fail(str(error), param, ctx)
 
 
+class CheckpointPattern(_Type):
+    """A :class:`~pannier.common.locations.Pattern`."""
+
+    name = "pattern"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The pattern."""
+        from pannier.common.locations import Pattern
+        from pannier.wire.errors import InvalidRequestError
+
+        try:
+            return value if isinstance(value, Pattern) else Pattern(value)
+        except InvalidRequestError as error:
+            self.fail(str(error), param, ctx)
+
+
 def option(flag: str, *declarations: str, **attributes: Any) -> Callable[[_Command], _Command]:
     """``click.option`` that also reads ``PANNIER_<FLAG>`` and shows it in the help."""
     variable = "PANNIER_" + flag.removeprefix("--").replace("-", "_").upper()
@@ -209,7 +225,8 @@ retention_options = combined(
         "--keep-every",
         type=click.IntRange(1),
         metavar="K",
-        help="Keep those whose step, the last number in the name, is a multiple of K.",
+        help="Keep those whose step, the last number in the name (of what the pattern's wildcards match), is a "
+        "multiple of K.",
     ),
     option(
         "--keep-best",
@@ -222,11 +239,26 @@ retention_options = combined(
         "--keep",
         multiple=True,
         metavar="NAME",
-        help="Always keep those of this name, which may have shell wildcards; may be given "
-        "several times (separated by spaces in the variable).",
+        help="Always keep those of this name, or in a directory of this name, which may have shell "
+        "wildcards; may be given several times (separated by spaces in the variable).",
     ),
 )
-"""Arguments of :func:`policy_of`."""
+"""Arguments of :func:`policy_of`, with :func:`retention_pattern`."""
+
+
+def retention_pattern(flag: str) -> Callable[[_Command], _Command]:
+    """Which directories below a root the retention rules are about."""
+    return option(
+        flag,
+        "pattern",
+        type=CheckpointPattern(),
+        default="*",
+        show_default=True,
+        metavar="PATTERN",
+        envvar="PANNIER_RETENTION_PATTERN",
+        help="Which directories below a root are checkpoints that the rules are about: their names below it, "
+        "with shell wildcards, like checkpoint-*/dcp.",
+    )
 
 
 def policy_of(settings: dict[str, Any]) -> Any:
@@ -238,6 +270,7 @@ def policy_of(settings: dict[str, Any]) -> Any:
         every=settings.pop("keep_every"),
         best=tuple(map(Best.parse, settings.pop("keep_best"))),
         always=settings.pop("keep"),
+        pattern=settings.pop("pattern"),
     )
 
 

@@ -1,7 +1,7 @@
 """Which checkpoints of a job are kept: rules and checkpoints in, the reasons to keep each out. Pure.
 
-The newest checkpoint is always kept, so that the job can resume; so are checkpoints whose name has no step,
-which a person chose. Without a limiting rule, all are kept.
+The policy is about the checkpoints that its pattern matches. The newest is always kept, so that the job can
+resume; so are checkpoints whose name has no step, which a person chose. Without a limiting rule, all are kept.
 """
 
 import fnmatch
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from pannier.attempts.listing import Checkpoint, CheckpointState
+from pannier.common.locations import CHILDREN, Pattern
 from pannier.wire import object_names
 from pannier.wire.errors import ConfigurationError
 
-_STEP: Final = re.compile(r"\d+")
 _BEST: Final = re.compile(r"(.+?):(min|max)(?::([1-9]\d{0,5}))?")
 
 
@@ -49,10 +49,12 @@ class Policy:
     newest: int | None = None
     """Number of newest ones to keep, in the order of their saves."""
     every: int | None = None
-    """Keeps steps (the last number in the name) that are multiples of this."""
+    """Keeps steps that are multiples of this: :meth:`~pannier.common.locations.Pattern.step`."""
     best: tuple[Best, ...] = ()
     always: tuple[str, ...] = ()
-    """Names to keep, with shell wildcards."""
+    """Names to keep, or of directories above them, with shell wildcards."""
+    pattern: Pattern = CHILDREN
+    """Which directories below the root are checkpoints."""
 
     def __post_init__(self) -> None:
         for option, value in (("--keep-newest", self.newest), ("--keep-every", self.every)):
@@ -76,37 +78,39 @@ class PolicyResult:
 def apply_policy(
     policy: Policy, checkpoints: Iterable[Checkpoint], *, job: str, committed: str | None = None
 ) -> list[PolicyResult]:
-    """A result for each committed checkpoint of the job directly below the root, oldest first.
+    """A result for each committed checkpoint of the job that the pattern matches, oldest first.
 
     Args:
         committed: the attempt whose commit triggers the run. Saves may be committed in another order
             than they began: neither it nor a newer one is removed before a later commit.
 
-    Checkpoints of other jobs, uncommitted attempts and subdirectories have no result and are never
-    touched.
+    Checkpoints of other jobs, uncommitted attempts and what the pattern doesn't match have no result and
+    are never touched.
     """
     own = sorted(
         (
             each
             for each in checkpoints
-            if each.state is CheckpointState.COMMITTED and each.job == job and "/" not in each.name
+            if each.state is CheckpointState.COMMITTED
+            and each.job == job
+            and policy.pattern.matches(each.name)
         ),
         key=lambda each: each.order,
     )
     if not policy.limits:
         return [PolicyResult(each, ("no rule limits them",)) for each in own]
     best = {rule: _best(rule, own) for rule in policy.best}
-    occasion = object_names.Attempt.parse(committed) if committed is not None else None
+    occasion = _occasion(own, committed) if committed is not None else None
     results = []
     for age, checkpoint in enumerate(reversed(own)):
-        reasons = [f"matches {p}" for p in policy.always if fnmatch.fnmatchcase(checkpoint.name, p)]
+        reasons = [f"matches {each}" for each in policy.always if _has_name(checkpoint, each)]
         if age < (policy.newest or 1):
             reasons.append("newest" if age == 0 else f"newest {policy.newest}")
-        elif occasion is not None and _attempt(checkpoint) == occasion:
+        elif checkpoint.attempt == committed:
             reasons.append("committed last")
-        elif occasion is not None and _attempt(checkpoint) > occasion:
+        elif occasion is not None and checkpoint.order > occasion:
             reasons.append("newer than the one committed last")
-        found = step(checkpoint.name)
+        found = policy.pattern.step(checkpoint.name)
         if found is None:
             reasons.append("its name has no step")
         elif policy.every is not None and found % policy.every == 0:
@@ -116,15 +120,26 @@ def apply_policy(
     return results[::-1]
 
 
-def _attempt(checkpoint: Checkpoint) -> object_names.Attempt:
-    assert checkpoint.attempt is not None
-    return object_names.Attempt.parse(checkpoint.attempt)
+def _occasion(own: Sequence[Checkpoint], committed: str) -> tuple[bool, tuple[float | str, ...]]:
+    """Begin of :attr:`Checkpoint.order` of the attempt whose commit triggers the run."""
+    attempt = object_names.Attempt.parse(committed)
+    # It may have been overwritten a moment ago.
+    known = [each.began for each in own if each.attempt == committed] or [
+        each.began
+        for each in own
+        if each.attempt
+        and object_names.Attempt.parse(each.attempt).incarnation == attempt.incarnation
+    ]
+    # Where its incarnation has nothing else below the root, nothing is removed this time.
+    unknown = 0.0 if any(each.began is not None for each in own) else None
+    return True, object_names.order_key(attempt, known[0] if known else unknown)
 
 
-def step(name: str) -> int | None:
-    """The last number in a checkpoint's name: 1000 for ``step-1000``."""
-    numbers = _STEP.findall(name)
-    return int(numbers[-1]) if numbers else None
+def _has_name(checkpoint: Checkpoint, wanted: str) -> bool:
+    """Whether a name with shell wildcards is the checkpoint's, or that of a directory above it."""
+    parts = checkpoint.name.split("/")
+    above = ("/".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return any(fnmatch.fnmatchcase(each, wanted) for each in above)
 
 
 def _best(rule: Best, checkpoints: Sequence[Checkpoint]) -> set[str]:

@@ -64,7 +64,7 @@ async def retain(
     committed: str | None = None,
     dry_run: bool = False,
 ) -> list[Outcome]:
-    """Removes the checkpoints of a job directly below ``root`` that the policy doesn't keep.
+    """Removes the checkpoints of a job below ``root`` that the policy is about and doesn't keep.
 
     Args:
         open_store: opens a checkpoint id or root; each store is closed here.
@@ -77,7 +77,7 @@ async def retain(
     """
     store = open_store(root)
     try:
-        checkpoints = await list_checkpoints(store)
+        checkpoints = await list_checkpoints(store, policy.pattern)
         results = apply_policy(policy, checkpoints, job=job, committed=committed)
         now = await store_time(store) if any(not each.reasons for each in results) else 0.0
         outcomes = []
@@ -92,11 +92,11 @@ async def retain(
                 going.append(each)
         if dry_run or not policy.limits:
             return outcomes
-        await _record(store, job, outcomes)
+        await _record(store, policy, job, outcomes)
         removed = {each.checkpoint.name: await each.remove(host) for each in going}
         outcomes = [removed.get(each.checkpoint.name, each) for each in outcomes]
         if any(each.spared for each in removed.values()):
-            await _record(store, job, outcomes)
+            await _record(store, policy, job, outcomes)
     finally:
         await store.close()
     return outcomes
@@ -157,7 +157,7 @@ class _Removal:
         return Outcome(self.checkpoint, (why,), spared=True)
 
 
-async def _record(store: Store, job: str, outcomes: list[Outcome]) -> None:
+async def _record(store: Store, policy: Policy, job: str, outcomes: list[Outcome]) -> None:
     """Records the result for listings of the root, in place of the last run's."""
     key = object_names.retention_record()
     info = await store.stat(key)
@@ -177,7 +177,11 @@ async def _record(store: Store, job: str, outcomes: list[Outcome]) -> None:
         for each in known.get("removed", [])
         if each.get("job") != job or each.get("name") not in names
     ]
-    record = {"kept": jobs, "removed": [*former, *removed][-_RECORDED:]}
+    record = {
+        "kept": jobs,
+        "removed": [*former, *removed][-_RECORDED:],
+        "pattern": policy.pattern.text,
+    }
     data = json.dumps(record, indent=1).encode()
     try:
         await store.replace(key, data, expected=info.generation if info is not None else None)
@@ -186,7 +190,7 @@ async def _record(store: Store, job: str, outcomes: list[Outcome]) -> None:
 
 
 async def read_record(store: Store) -> dict[str, Any]:
-    """Result of the last run: "kept" (reasons by job and name) and "removed"; empty without one."""
+    """Result of the last run: "kept" (reasons by job and name), "removed", "pattern"; empty without one."""
     try:
         found = json.loads(await store.read(object_names.retention_record()))
     except (NotFoundError, ValueError):

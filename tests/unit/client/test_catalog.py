@@ -125,8 +125,8 @@ def test_oldest_first_whatever_the_names(tmp_path: Path) -> None:
     ]
     assert catalog.list_checkpoints(tmp_path) == [
         catalog.CheckpointInfo(ids[1], 10),
-        catalog.CheckpointInfo(ids[0], 50.5),
-        catalog.CheckpointInfo(ids[2], 99),
+        catalog.CheckpointInfo(ids[0], 50.5, step=100),
+        catalog.CheckpointInfo(ids[2], 99, step=2),
     ]
     assert latest(tmp_path) == ids[2]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pannier.attempts.listing import Checkpoint, CheckpointState
-from pannier.maintenance.retention_policy import Best, Policy, apply_policy, step
+from pannier.maintenance.retention_policy import Best, Policy, apply_policy
 from pannier.wire.errors import ConfigurationError
 from pannier.wire.object_names import Attempt
 
@@ -109,13 +109,6 @@ def test_without_a_rule_that_limits_all_stay() -> None:
     for policy in (Policy(), Policy(always=("step-10",))):
         assert all(kept(policy, *STEPS).values())
     assert kept(Policy(newest=1), STEPS[0]) == {"step-10": ("newest",)}
-
-
-def test_the_step_is_the_last_number() -> None:
-    assert [step(name) for name in ("step-1000", "v2-step_7", "12", "epoch3-final", "best")] == [
-        *(1000, 7, 12, 3),
-        None,
-    ]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
 """Which checkpoints a root holds, which is the newest, and why a directory holds none.
 
-In: a root or a directory in storage. Out: the directories directly below the root that have a
-``.metadata``: an attempt in progress, or an aborted one, is no checkpoint. They are ordered by the
-attempts that committed them, (incarnation, save number), which storage names; not by time, since
-commits come in any order and hosts have different clocks. Checkpoints that Pannier didn't write have
+In: a root and a pattern, or a directory in storage. Out: the directories below the root that the pattern
+matches and that have a ``.metadata``: an attempt in progress, or an aborted one, is no checkpoint. They are
+ordered by the attempts that committed them, (incarnation, save number), which storage names; not by time,
+since commits come in any order and hosts have different clocks. Checkpoints that Pannier didn't write have
 no attempt: they come first, by time. Blocking.
 """
 
+import dataclasses
+import functools
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -16,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import crc32c
 
@@ -24,6 +27,7 @@ from pannier.client.interrupts import aside
 from pannier.client.loading.filesystem import MissingError, Stat, StorageDir, open_dir
 from pannier.client.messages import wait_log
 from pannier.client.messages.call_errors import at_call
+from pannier.common.locations import CHILDREN, Pattern, has_wildcard, segment_matches
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import (
@@ -45,6 +49,9 @@ _SHOWN: Final = 5
 _NUMBER: Final = re.compile(r"(\d+)")
 _RECORDS: Final = object_names.attempts_prefix().rstrip("/")
 
+Begun: TypeAlias = Mapping[str, float] | None
+"""When each incarnation wrote its first manifest; None: its number orders it. See :func:`incarnations_begun`."""
+
 
 @dataclass(frozen=True)
 class CheckpointInfo:
@@ -56,25 +63,31 @@ class CheckpointInfo:
     """When ``.metadata`` was written, by the store's clock; Unix time, seconds. Doesn't order them."""
     attempt: str | None = None
     """The attempt that committed it; orders checkpoints. None: Pannier didn't write it."""
-
-    @property
-    def order(self) -> tuple[bool, Any, float, list[tuple[int, str]]]:
-        """Sort key, oldest first. Copies of a checkpoint have the same attempt: by time."""
-        by_attempt = (
-            self.committed_at if self.attempt is None else object_names.Attempt.parse(self.attempt)
-        )
-        return self.attempt is not None, by_attempt, self.committed_at, _natural(self.checkpoint_id)
+    step: int | None = None
+    """The last number in its name, in the part that the pattern's wildcards match. None: it has none."""
 
 
 @at_call
 def list_checkpoints(
-    root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    root: str | os.PathLike[str],
+    *,
+    pattern: str = CHILDREN.text,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> list[CheckpointInfo]:
     """See :func:`pannier.client.list`."""
+    wanted = Pattern(pattern)
     with logged_list(root):
-        places = directories(open_dir(root, storage_options))
-        found = _each(lambda directory: _read_info(directory, attempts_at(directory)), places)
-    return sorted((each for each in found if each is not None), key=lambda each: each.order)
+        below = open_dir(root, storage_options)
+        places = directories(below, wanted)
+        attempts = attempts_of(places)
+        begun = incarnations_begun(places, attempts, wanted)
+        found = _each(lambda each: _read_info(*each), list(zip(places, attempts, strict=True)))
+    return [
+        dataclasses.replace(each, step=_step(below, each, wanted))
+        for each in sorted(
+            (each for each in found if each is not None), key=lambda each: _order(each, begun)
+        )
+    ]
 
 
 def logged_list(root: str | os.PathLike[str]) -> AbstractContextManager[object]:
@@ -82,30 +95,97 @@ def logged_list(root: str | os.PathLike[str]) -> AbstractContextManager[object]:
     return wait_log.logged(f"the list of checkpoints below {root}", lambda: f"storage at {root}")
 
 
-def newest(root: StorageDir) -> CheckpointInfo | None:
+def newest(root: StorageDir, pattern: Pattern = CHILDREN) -> CheckpointInfo | None:
     """The newest checkpoint of a root.
 
     Lists each directory, and reads more only where the newest attempts are. Raises as
     :func:`list_checkpoints`.
     """
-    places = directories(root)
+    places = directories(root, pattern)
     attempts = attempts_of(places)
-    ours = sorted(
-        ((found, directory) for found, directory in zip(attempts, places, strict=True) if found),
-        key=lambda each: each[0][0],
-        reverse=True,
-    )
+    begun = incarnations_begun(places, attempts, pattern)
+    ours = [
+        (max(order_key(each, begun) for each in found), found, directory)
+        for found, directory in zip(attempts, places, strict=True)
+        if found
+    ]
     best: CheckpointInfo | None = None
-    for found, directory in ours:
-        if best is not None and found[0] < object_names.Attempt.parse(best.attempt or ""):
+    for last, found, directory in sorted(ours, key=lambda each: each[0], reverse=True):
+        if best is not None and last < _order(best, begun)[1]:
             break
         info = _read_info(directory, found)
-        if info is not None and info.attempt and (best is None or info.order > best.order):
-            best = info
+        if info is not None and info.attempt:
+            best = max(
+                (each for each in (best, info) if each), key=lambda each: _order(each, begun)
+            )
     if best is not None:
         return best
     others = _each(lambda each: _read_info(*each), list(zip(places, attempts, strict=True)))
-    return max((each for each in others if each), key=lambda each: each.order, default=None)
+    return max(
+        (each for each in others if each), key=lambda each: _order(each, begun), default=None
+    )
+
+
+def order_key(attempt: object_names.Attempt, begun: Begun) -> tuple[Any, ...]:
+    """As :func:`~pannier.wire.object_names.order_key`. What has no manifest yet is newest."""
+    began = None if begun is None else begun.get(attempt.incarnation, math.inf)
+    return object_names.order_key(attempt, began)
+
+
+def incarnations_begun(
+    places: Sequence[StorageDir],
+    attempts: Sequence[Sequence[object_names.Attempt]],
+    pattern: Pattern,
+) -> Begun:
+    """When each incarnation began, where the pattern's checkpoints lie in several directories.
+
+    One request or few more per incarnation. Raises StorageError.
+
+    Args:
+        attempts: at each of ``places``.
+    """
+    if pattern.one_parent:
+        return None
+    by_incarnation: dict[str, list[tuple[int, StorageDir, str]]] = {}
+    for directory, found in zip(places, attempts, strict=True):
+        for each in found:
+            own = by_incarnation.setdefault(each.incarnation, [])
+            own.append((each.number, directory, each.name))
+    if len(by_incarnation) < 2:
+        return dict.fromkeys(by_incarnation, 0.0)
+    return dict(zip(by_incarnation, _each(_began, list(by_incarnation.values())), strict=True))
+
+
+def _began(attempts: Sequence[tuple[int, StorageDir, str]]) -> float:
+    """When the first of an incarnation's attempts was planned, by the store's clock.
+
+    Where no manifest is left, there is no intact checkpoint: then, when the first was decided.
+    """
+    first_come = sorted(attempts, key=lambda each: each[0])
+    for record in (object_names.manifest, object_names.decision):
+        for _, directory, name in first_come:
+            try:
+                return directory.stat(record(name)).modified
+            except MissingError:
+                continue
+    return math.inf
+
+
+def _order(
+    info: CheckpointInfo, begun: Begun
+) -> tuple[bool, tuple[Any, ...], float, list[tuple[int, str]]]:
+    """Sort key, oldest first. Copies of a checkpoint have the same attempt: by time."""
+    by_attempt: tuple[Any, ...] = (
+        (info.committed_at,)
+        if info.attempt is None
+        else order_key(object_names.Attempt.parse(info.attempt), begun)
+    )
+    return info.attempt is not None, by_attempt, info.committed_at, _natural(info.checkpoint_id)
+
+
+def _step(root: StorageDir, info: CheckpointInfo, pattern: Pattern) -> int | None:
+    name = pattern.name_below(root.url, info.checkpoint_id)
+    return None if name is None else pattern.step(name)
 
 
 def attempts_at(directory: StorageDir) -> list[object_names.Attempt]:
@@ -146,14 +226,40 @@ def find_commit(directory: StorageDir) -> records_pb2.Decision | None:
     return _find_committed(directory, attempts_at(directory), found)
 
 
-def directories(root: StorageDir) -> list[StorageDir]:
-    """Those directly below a root that may be checkpoints. Raises StorageError."""
+def directories(root: StorageDir, pattern: Pattern = CHILDREN) -> list[StorageDir]:
+    """Those below a root that may be checkpoints. Raises StorageError.
+
+    Lists the root, and of each level below only the directories that the pattern's beginning matches.
+    """
+    first, *others = pattern.segments
     try:
-        entries = root.list()
+        found = _matching(root, first)
     except MissingError:
         root.check_bucket()
         return []
-    return [root.child(e.name) for e in entries if e.is_directory and e.name != _RECORDS]
+    for segment in others:
+        if has_wildcard(segment):
+            listed = _each(functools.partial(_matching_if_there, segment=segment), found)
+            found = [each for below in listed for each in below]
+        else:
+            found = [each.child(segment) for each in found]
+    return found
+
+
+def _matching(directory: StorageDir, segment: str) -> list[StorageDir]:
+    """The directories in this one that a segment of a pattern matches. Raises MissingError."""
+    return [
+        directory.child(entry.name)
+        for entry in directory.list()
+        if entry.is_directory and segment_matches(segment, entry.name)
+    ]
+
+
+def _matching_if_there(directory: StorageDir, segment: str) -> list[StorageDir]:
+    try:
+        return _matching(directory, segment)
+    except MissingError:
+        return []  # removed a moment ago
 
 
 def _each(function: Callable[[_In], _Out], items: Sequence[_In]) -> list[_Out]:

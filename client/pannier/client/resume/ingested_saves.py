@@ -1,6 +1,6 @@
 """Waits until saves that every rank had ingested are committed, so that a restart loses no step.
 
-In: a root, or one checkpoint id. Out: their attempts that are newer than the newest checkpoint, ended: by the
+In: a root and a pattern, or one checkpoint id. Out: their attempts that are newer than the newest checkpoint, ended: by the
 sidecars that hold them and the job's coordinator, which this module only observes in storage and in the
 status of this host's sidecars; where all receipts are in storage and no coordinator commits, by ``pannier
 recover``. What can't be finished is described, with ranks and hosts. Blocking; for one thread.
@@ -27,6 +27,7 @@ from pannier.client.resume.sidecar_status import SidecarStatus
 from pannier.client.save_factory import SaveFactory
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
+from pannier.common.locations import CHILDREN, Pattern
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import PannierError
@@ -107,7 +108,11 @@ class IngestedSaves:
             )
 
     def finish_newest(
-        self, root: str | os.PathLike[str], options: Mapping[str, Any] | None, timeout_s: float
+        self,
+        root: str | os.PathLike[str],
+        pattern: Pattern,
+        options: Mapping[str, Any] | None,
+        timeout_s: float,
     ) -> None:
         """Waits until the newest attempt below a root that can be committed is; logs what can't be.
 
@@ -118,7 +123,7 @@ class IngestedSaves:
         directory = open_dir(root, options)
         deadline = Deadline(timeout_s)
         ended: set[tuple[str, str]] = set()
-        while (found := self._newest_unfinished(directory, ended)) is not None:
+        while (found := self._newest_unfinished(directory, pattern, ended)) is not None:
             problem = self._await_end(found, deadline)
             if not problem:
                 break
@@ -131,9 +136,10 @@ class IngestedSaves:
         Returns why it can't be committed; empty: it is; None: no sidecar of this host knows of one, and
         none has all its receipts in storage.
         """
-        candidates = self._candidates(directory.parent, [directory])
+        attempts = catalog.attempts_of([directory])
+        candidates = self._candidates(directory.parent, CHILDREN, [directory], attempts)
         own = [each for each in candidates if each.directory.url == directory.url]
-        found = max(own, key=_order, default=None)
+        found = max(own, key=lambda each: _order(each, None), default=None)
         if found is None:
             return None
         self._look(found)
@@ -142,31 +148,44 @@ class IngestedSaves:
         return self._await_end(found, Deadline(timeout_s))
 
     def _newest_unfinished(
-        self, root: StorageDir, ended: Collection[tuple[str, str]]
+        self, root: StorageDir, pattern: Pattern, ended: Collection[tuple[str, str]]
     ) -> Unfinished | None:
-        standing = catalog.newest(root)
+        standing = catalog.newest(root, pattern)
         floor = standing.attempt if standing is not None else None
+        directories = catalog.directories(root, pattern)
+        attempts = catalog.attempts_of(directories)
+        begun = catalog.incarnations_begun(directories, attempts, pattern)
+
+        def key(attempt: str) -> tuple[Any, ...]:
+            return catalog.order_key(_parsed(attempt), begun)
+
         newer = [
             each
-            for each in self._candidates(root, catalog.directories(root))
+            for each in self._candidates(root, pattern, directories, attempts)
             if each.key not in ended
-            and (not floor or not each.attempt or _parsed(each.attempt) > _parsed(floor))
+            and (not floor or not each.attempt or key(each.attempt) > key(floor))
         ]
-        left = (each for each in sorted(newer, key=_order, reverse=True) if self._end(each) is None)
-        return next(left, None)
+        newest_first = sorted(newer, key=lambda each: _order(each, begun), reverse=True)
+        return next((each for each in newest_first if self._end(each) is None), None)
 
-    def _candidates(self, root: StorageDir, directories: Sequence[StorageDir]) -> list[Unfinished]:
+    def _candidates(
+        self,
+        root: StorageDir,
+        pattern: Pattern,
+        directories: Sequence[StorageDir],
+        attempts: Sequence[Sequence[object_names.Attempt]],
+    ) -> list[Unfinished]:
         """The attempts at these checkpoints, and what sidecars list below the root and isn't decided."""
         found = {}
         places = {directory.url: directory for directory in directories}
-        for directory, attempts in zip(directories, catalog.attempts_of(directories), strict=True):
-            for attempt in attempts:
+        for directory, own in zip(directories, attempts, strict=True):
+            for attempt in own:
                 each = Unfinished(directory, attempt.name)
                 found[each.key] = each
-        for save in self._status.saves(root.url):
+        for save in self._status.saves(root.url, pattern):
             if save.state not in _ENDED:
                 place = places.get(save.checkpoint_id)
-                place = place or root.child(save.checkpoint_id.rpartition("/")[2])
+                place = place or root.child(save.checkpoint_id.removeprefix(root.url).lstrip("/"))
                 each = Unfinished(place, save.attempt, save)
                 found.setdefault(each.key, each).status = save
         return list(found.values())
@@ -298,8 +317,8 @@ def _parsed(attempt: str) -> object_names.Attempt:
     return object_names.Attempt.parse(attempt)
 
 
-def _order(found: Unfinished) -> tuple[bool, object_names.Attempt, float]:
+def _order(found: Unfinished, begun: catalog.Begun) -> tuple[bool, tuple[Any, ...], float]:
     """Sort key, newest last: what has no attempt yet is newer than what has one."""
-    began = found.status.created_at if found.status is not None else 0.0
+    created = found.status.created_at if found.status is not None else 0.0
     name = found.attempt
-    return not name, _parsed(name) if name else object_names.Attempt(0, 0, "", ""), began
+    return not name, catalog.order_key(_parsed(name), begun) if name else (), created

@@ -25,7 +25,7 @@ from pannier.client.ranks.store_calls import StoreCalls
 from pannier.client.resume.ingested_saves import IngestedSaves
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
-from pannier.common.locations import absolute
+from pannier.common.locations import CHILDREN, Pattern, absolute
 from pannier.wire.errors import DeadlineError, InvalidRequestError, PannierError, StorageError
 
 _PREFIX: Final = "pannier-latest"
@@ -35,6 +35,7 @@ _PREFIX: Final = "pannier-latest"
 def latest(
     root: str | os.PathLike[str],
     *,
+    pattern: str = CHILDREN.text,
     process_group: Any = None,
     no_dist: bool = False,
     include: str = "committed",
@@ -55,6 +56,7 @@ def latest(
         if include not in ("committed", "ingested"):
             raise InvalidRequestError(f"include={include!r}: give 'committed' or 'ingested'")
         absolute(root)
+        Pattern(pattern)
         return None if timeout is None else check_timeout(timeout)
 
     try:
@@ -62,6 +64,7 @@ def latest(
     except (InvalidRequestError, TypeError):
         # Raised below, once the call is counted: so the next one is in step.
         given_s, place = None, str(root)
+    text = place if pattern == CHILDREN.text else f"{place}/{pattern}"
     look_s = given_s or timeouts.INGESTED_S
 
     def prepare() -> None:
@@ -76,21 +79,23 @@ def latest(
         prepare()
         # Before the listing: so that an incarnation that starts to save after it has a higher number.
         highest_incarnation.look(root, storage_options)
+        below = Pattern(pattern)
         if wanted is not None:
-            wanted.finish_newest(root, storage_options, deadline.remaining())
+            wanted.finish_newest(root, below, storage_options, deadline.remaining())
         with catalog.logged_list(root):
-            found = catalog.newest(open_dir(root, storage_options))
+            found = catalog.newest(open_dir(root, storage_options), below)
         return found.checkpoint_id if found is not None else None
 
     if is_alone(no_dist):
         return look()
     # The others wait for longer than the first rank does.
     answer_s = given_s or timeouts.LATEST_S if wanted is None else look_s + timeouts.LATEST_S
-    return _shared(place, look, process_group, answer_s, prepare)
+    return _shared(place, text, look, process_group, answer_s, prepare)
 
 
 def _shared(
     root: str,
+    what: str,
     look: Callable[[], str | None],
     process_group: Any,
     timeout: float,
@@ -105,7 +110,7 @@ def _shared(
     rank = dist.get_rank(process_group)
     first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
     hosts = default_hosts()
-    calls = StoreCalls(hosts, f"latest below {root}")
+    calls = StoreCalls(hosts, f"latest below {what}")
 
     def begin(_: int) -> tuple[str, str]:
         hosts.register()
@@ -115,24 +120,24 @@ def _shared(
     key, first_text = calls.run(begin, timeout)
     if rank == 0:
         return _look_for_all(
-            root, look, lambda text: calls.run(lambda _: store.set(key, text), timeout)
+            root, what, look, lambda text: calls.run(lambda _: store.set(key, text), timeout)
         )
     # After the call was counted: so the next call is in step also if this one raises.
     prepare()
     with wait_log.logged(
-        f"latest below {root}", lambda: f"{first_text} to list what is in storage"
+        f"latest below {what}", lambda: f"{first_text} to list what is in storage"
     ):
         content = calls.await_key(store, key, timeout)
     if content is None:
         raise DeadlineError(
             f"waiting for {first_text}: after {timeout:g} s it has not reported the newest checkpoint "
-            f"below {root}; does it call latest() as often as rank {dist.get_rank()}?"
+            f"below {what}; does it call latest() as often as rank {dist.get_rank()}?"
         )
     answer = json.loads(content)
-    if answer["root"] != root:
+    if answer["what"] != what:
         raise InvalidRequestError(
-            f"rank {dist.get_rank()} called latest() for {root}, but the first rank of its group for "
-            f"{answer['root']}"
+            f"rank {dist.get_rank()} called latest() for {what}, but the first rank of its group for "
+            f"{answer['what']}"
         )
     if "error" in answer:
         raise StorageError(answer["error"])
@@ -142,15 +147,15 @@ def _shared(
 
 
 def _look_for_all(
-    root: str, look: Callable[[], str | None], send: Callable[[str], None]
+    root: str, what: str, look: Callable[[], str | None], send: Callable[[str], None]
 ) -> str | None:
     """Runs ``look``, and sends its result or its error to the other ranks."""
     try:
         found = look()
     except Exception as error:
         text = str(error) if isinstance(error, PannierError) else f"{type(error).__name__}: {error}"
-        send(json.dumps({"root": root, "error": text}))
+        send(json.dumps({"what": what, "error": text}))
         raise
     incarnation = highest_incarnation.recall(root)
-    send(json.dumps({"root": root, "latest": found, "incarnation": incarnation}))
+    send(json.dumps({"what": what, "latest": found, "incarnation": incarnation}))
     return found

@@ -14,6 +14,7 @@ from pannier.client.config import Settings
 from pannier.client.embedded import launcher
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.common import timeouts
+from pannier.common.locations import CHILDREN, Pattern
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
 from pannier.wire.errors import PannierError, UnavailableError, from_rpc_error
@@ -31,8 +32,8 @@ class SidecarStatus:
     def __init__(self, settings: Callable[[], Settings]) -> None:
         self._settings = settings
 
-    def saves(self, root: str) -> list[save_pb2.SaveStatus]:
-        """The saves directly below a root that they list; logs why one can't be asked."""
+    def saves(self, root: str, pattern: Pattern = CHILDREN) -> list[save_pb2.SaveStatus]:
+        """The saves below a root that they list; logs why one can't be asked."""
         found: list[save_pb2.SaveStatus] = []
         try:
             settings = self._settings()
@@ -45,7 +46,7 @@ class SidecarStatus:
                 found += _list(settings, address)
             except (PannierError, OSError) as error:
                 _log.info("the sidecar at %s can't be asked for its saves: %s", address, error)
-        return [save for save in found if save.checkpoint_id.rpartition("/")[0] == root]
+        return [save for save in found if pattern.name_below(root, save.checkpoint_id)]
 
 
 def _addresses(settings: Settings) -> list[str]:

@@ -15,6 +15,7 @@ from pannier.cli.options import (
     option,
     policy_of,
     retention_options,
+    retention_pattern,
 )
 
 DEFAULT_ADDRESS = "unix:///run/pannier/coordinator.sock"
@@ -59,6 +60,7 @@ DEFAULT_ADDRESS = "unix:///run/pannier/coordinator.sock"
     "[default: never]",
 )
 @retention_options
+@retention_pattern("--retention-pattern")
 @daemon_options
 def command(**settings: Any) -> None:
     """Run the daemon that plans and commits a job's checkpoints.
@@ -67,8 +69,8 @@ def command(**settings: Any) -> None:
     resumes from the sidecars' reports and the objects in storage.
 
     With --keep-newest, --keep-every or --keep-best, it removes after each commit
-    the job's checkpoints in the same directory that no rule keeps. `pannier
-    retain --dry-run` lists them. The newest checkpoint, those without a number in
+    the job's checkpoints in the same directory that no rule keeps, or below the
+    same root with --retention-pattern. `pannier retain --dry-run` lists them. The newest checkpoint, those without a number in
     their names, and those being read or written always stay.
     """
     try:

@@ -9,17 +9,32 @@ import click
 from pannier.attempts.listing import Checkpoint, list_checkpoints
 from pannier.cli import output
 from pannier.cli.errors import end_negative
-from pannier.cli.options import Location, output_options, storage_options
+from pannier.cli.options import CheckpointPattern, Location, output_options, storage_options
 from pannier.cli.table import Column, Fit, Table
+from pannier.common.locations import Pattern
 from pannier.maintenance.retention_run import read_record
 from pannier.storage import open_store
 
 
 @click.command("ls")
 @click.argument("root", type=Location())
+@click.option(
+    "--pattern",
+    type=CheckpointPattern(),
+    metavar="PATTERN",
+    help="Only directories of these names below ROOT, which may have shell wildcards, like checkpoint-*/dcp; no "
+    "others are listed.  [default: all at any depth]",
+)
 @storage_options
 @output_options
-def command(*, root: str, storage_options: dict[str, Any], wide: bool, as_json: bool) -> None:
+def command(
+    *,
+    root: str,
+    pattern: Pattern | None,
+    storage_options: dict[str, Any],
+    wide: bool,
+    as_json: bool,
+) -> None:
     """List the checkpoints below ROOT, a directory or URL, oldest first.
 
     Exit status 1 when there are none.
@@ -35,10 +50,10 @@ def command(*, root: str, storage_options: dict[str, Any], wide: bool, as_json: 
     was committed, else last written; Unix time in seconds), "job" and "metrics"
     (of a committed one), and "kept_for" (the rules by which the last retention kept it).
     """
-    found, kept = asyncio.run(_list(root, storage_options))
+    found, kept = asyncio.run(_list(root, pattern, storage_options))
     if not found:
         end_negative(
-            f"no checkpoints below {root}",
+            f"no checkpoints below {root}" + (f" match {pattern.text}" if pattern else ""),
             "ROOT is the checkpoint_id without its last name, or any directory above it; is it the "
             "right one, and was a save committed yet (`pannier status`)?",
         )
@@ -87,10 +102,12 @@ def _reasons(kept: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
     return reasons
 
 
-async def _list(root: str, options: dict[str, Any]) -> tuple[list[Checkpoint], dict[str, Any]]:
+async def _list(
+    root: str, pattern: Pattern | None, options: dict[str, Any]
+) -> tuple[list[Checkpoint], dict[str, Any]]:
     """The checkpoints, and by job and name why retention kept them."""
     store = open_store(root, storage_options=options)
     try:
-        return await list_checkpoints(store), (await read_record(store)).get("kept", {})
+        return await list_checkpoints(store, pattern), (await read_record(store)).get("kept", {})
     finally:
         await store.close()

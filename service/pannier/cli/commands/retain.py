@@ -16,9 +16,11 @@ from pannier.cli.options import (
     output_options,
     policy_of,
     retention_options,
+    retention_pattern,
     storage_options,
 )
 from pannier.cli.table import Column, Fit, Table
+from pannier.common.locations import CHILDREN, Pattern
 from pannier.maintenance.retention_run import Outcome, retain
 from pannier.storage import open_store
 
@@ -27,6 +29,7 @@ from pannier.storage import open_store
 @click.argument("root", type=Location())
 @option("--job", required=True, help="The job whose checkpoints: the trainers' PANNIER_JOB.")
 @retention_options
+@retention_pattern("--pattern")
 @storage_options
 @click.option("--dry-run", is_flag=True, help="Only list what would be done.")
 @output_options
@@ -40,7 +43,7 @@ def command(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Remove the checkpoints of a job directly below ROOT that no rule keeps.
+    """Remove the checkpoints of a job directly below ROOT, or where --pattern says, that no rule keeps.
 
     The newest checkpoint, those without a number in their names, and those being
     read or written always stay; without --keep-newest, --keep-every or --keep-best
@@ -63,9 +66,10 @@ def command(
         )
     )
     if not outcomes:
-        jobs = asyncio.run(_jobs(root, storage_options))
+        jobs = asyncio.run(_jobs(root, policy.pattern, storage_options))
+        where = "directly" if policy.pattern == CHILDREN else f"as {policy.pattern.text}"
         end_negative(
-            f"no checkpoints of job {job} directly below {root}",
+            f"no checkpoints of job {job} {where} below {root}",
             f"there are some of {', '.join(jobs)}"
             if jobs
             else f"`pannier ls {root}` shows the jobs",
@@ -94,14 +98,14 @@ def command(
     output.show(table, wide=wide)
 
 
-async def _jobs(root: str, options: dict[str, Any]) -> list[str]:
-    """The jobs with checkpoints directly below ``root``."""
+async def _jobs(root: str, pattern: Pattern, options: dict[str, Any]) -> list[str]:
+    """The jobs with such checkpoints below ``root``."""
     store = open_store(root, storage_options=options)
     try:
-        found = await list_checkpoints(store)
+        found = await list_checkpoints(store, pattern)
     finally:
         await store.close()
-    return sorted({each.job for each in found if each.job and "/" not in each.name})
+    return sorted({each.job for each in found if each.job})
 
 
 def _fields(root: str, outcome: Outcome) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import logging
 from pannier.coordinator.stores import Stores
 from pannier.maintenance.retention_policy import Policy
 from pannier.maintenance.retention_run import retain
-from pannier.wire import object_names
 from pannier.wire.errors import PannierError
 
 _log = logging.getLogger(__name__)
@@ -30,6 +29,8 @@ class Retention:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._again: dict[tuple[str, str], str] = {}
         """The last committed attempt, where the root is to be checked again."""
+        self._warned = False
+        """Whether the log has that a checkpoint doesn't match the pattern."""
         self.failures = 0
         """Checks of a root that failed."""
 
@@ -41,7 +42,17 @@ class Retention:
         """
         if not self._policy.limits:
             return
-        root, _ = object_names.split_checkpoint_id(checkpoint_id)
+        root = self._policy.pattern.root_of(checkpoint_id)
+        if root is None:
+            if not self._warned:
+                _log.warning(
+                    "retention never removes %s and its like: the pattern %s, of --retention-pattern, "
+                    "doesn't match them",
+                    checkpoint_id,
+                    self._policy.pattern.text,
+                )
+            self._warned = True
+            return
         key = (root, job)
         self._again[key] = attempt
         if key not in self._tasks:
