@@ -162,6 +162,22 @@ def remove_directory(checkpoint_id: str) -> None:
             os.rmdir(location.path)
 
 
+async def remove_numbering(parent: Store, attempt: str) -> None:
+    """Removes the numbers of incarnations from a directory that has nothing else.
+
+    For one above a checkpoint that a pattern matched: else it would be listed for ever. A number above that of
+    the removed ``attempt`` belongs to a save that has just begun: then all stay.
+    """
+    last = object_names.Attempt.parse(attempt).incarnation_number
+    listed = await parent.list()
+    for info in listed:
+        number = object_names.incarnation_number(info.key)
+        if not 0 < number <= last or info.key != object_names.incarnation_record(number):
+            return
+    for info in listed:
+        await parent.delete(info.key, generation=info.generation)
+
+
 async def _discard(store: Store) -> None:
     """Removes unfinished uploads, temporary files and locks, except of checkpoints in subdirectories."""
     for item in await store.list_unfinished():

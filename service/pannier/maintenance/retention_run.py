@@ -8,6 +8,7 @@ after a crash, the next run removes the rest.
 
 import json
 import logging
+import posixpath
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pannier.maintenance.delete_checkpoint import (
     plan_removal,
     remove_checkpoint,
     remove_directory,
+    remove_numbering,
 )
 from pannier.maintenance.retention_policy import Policy, apply_policy
 from pannier.storage import ConflictError, NotFoundError, Store
@@ -147,7 +149,25 @@ class _Removal:
         finally:
             await store.close()
         remove_directory(self._url)
+        await self._remove_parent()
         return Outcome(self.checkpoint, (), sum(info.size for info in removed.objects))
+
+    async def _remove_parent(self) -> None:
+        """Removes the directories between the root and the checkpoint that have nothing else."""
+        above = posixpath.dirname(self.checkpoint.name)
+        if not above:
+            return
+        assert self.checkpoint.attempt is not None
+        parent = self.open_store(posixpath.join(self.root, above))
+        try:
+            await remove_numbering(parent, self.checkpoint.attempt)
+        except PannierError as error:
+            _log.warning("what is left of %s could not be removed: %s", parent.url, error)
+        finally:
+            await parent.close()
+        while above:
+            remove_directory(posixpath.join(self.root, above))
+            above = posixpath.dirname(above)
 
     @property
     def _url(self) -> str:

@@ -7,6 +7,8 @@ import pytest
 
 from pannier.attempts.commit import carry_out, prepare_commit
 from pannier.attempts.decisions import decide, new_decision
+from pannier.attempts.listing import list_checkpoints
+from pannier.common.locations import Pattern
 from pannier.maintenance.recover import find_interrupted
 from pannier.maintenance.superseded import sweep_checkpoint
 from pannier.storage import Store, open_store
@@ -99,3 +101,31 @@ def test_looking_for_what_is_interrupted_takes_one_listing(tmp_path: Path) -> No
 
     with GcsServer(tmp_path) as server:
         assert asyncio.run(run(server)) == 1
+
+
+def test_a_pattern_takes_a_listing_per_level_and_checkpoint(tmp_path: Path) -> None:
+    """Whatever else lies below the root, and however deep."""
+
+    async def run(server: GcsServer) -> list[str]:
+        options = {"endpoint_url": server.url, "token": "anon"}
+        root = open_store("gs://bucket/run", storage_options=options)
+        try:
+            for number in (1, 2, 3):
+                name = f"checkpoint-{number}/dcp"
+                store = open_store(f"gs://bucket/run/{name}", storage_options=options)
+                await save(store, Attempt(1, number, GROUP, "a"))
+                await store.close()
+                await root.create(f"checkpoint-{number}/logs/deep/a", b"x")
+                await root.create(f"logs-{number}/deep/a", b"x")
+            before = count(server)
+            found = await list_checkpoints(root, Pattern("checkpoint-*/dcp"))
+            assert [each.name for each in found] == [f"checkpoint-{n}/dcp" for n in (1, 2, 3)]
+            return [each[1] for each in server.requests()[before:]]
+        finally:
+            await root.close()
+
+    with GcsServer(tmp_path) as server:
+        asked = asyncio.run(run(server))
+    assert not [each for each in asked if "logs" in each]
+    # The root, and of each checkpoint its objects; its decision is known since it was written.
+    assert len(asked) <= 1 + 3 + 3, asked

@@ -1,5 +1,6 @@
 """``pannier ls`` lists the checkpoints from storage alone."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,52 @@ def test_checkpoints_are_found_at_any_depth_and_at_the_root_itself(tmp_path: Pat
     write_attempt(tmp_path / "a" / "b", ATTEMPT, decided_at=2.0)
     lines = pannier("ls", str(tmp_path), "--json").json_lines()
     assert [line["checkpoint"] for line in lines] == [str(tmp_path), str(tmp_path / "a" / "b")]
+
+
+def test_a_pattern_chooses_checkpoints_for_ls_and_retain(tmp_path: Path) -> None:
+    def nested(step: int, attempt: str, planned_at: float) -> None:
+        directory = tmp_path / f"checkpoint-{step}" / "dcp"
+        write_attempt(directory, attempt, ranks=1, files=1)
+        os.utime(directory / object_names.manifest(attempt), (planned_at, planned_at))
+
+    # The second start went on from before step 20; each directory numbers incarnations by itself.
+    nested(20, "i1-one-g0000000a-s2", 100)
+    nested(15, "i1-two-g0000000a-s1", 200)
+    nested(30, "i1-two-g0000000a-s3", 210)
+    write_attempt(tmp_path / "checkpoint-20", ATTEMPT)
+    write_attempt(tmp_path / "step-1", ATTEMPT)
+    here = ("--pattern", "checkpoint-*/dcp")
+
+    def listed() -> list[str]:
+        lines = pannier("ls", str(tmp_path), *here, "--json").json_lines()
+        return [Path(line["checkpoint"]).relative_to(tmp_path).as_posix() for line in lines]
+
+    assert listed() == ["checkpoint-20/dcp", "checkpoint-15/dcp", "checkpoint-30/dcp"]
+    retained = pannier(
+        *("retain", str(tmp_path), "--job", "job", "--keep-every", "10", "--json", *here)
+    )
+    kept = {
+        Path(line["checkpoint"]).parent.name: line["kept_for"] for line in retained.json_lines()
+    }
+    assert kept == {
+        "checkpoint-20": ["every 10"],
+        "checkpoint-15": [],
+        "checkpoint-30": ["newest", "every 10"],
+    }
+    assert listed() == ["checkpoint-20/dcp", "checkpoint-30/dcp"]
+    assert (tmp_path / "step-1" / ".metadata").exists()
+    table = pannier("ls", str(tmp_path), *here, "-o", "wide")
+    assert "newest, every 10" in table.out
+    none = pannier("ls", str(tmp_path), "--pattern", "run-*/dcp")
+    assert (none.code, none.out) == (1, "")
+    assert f"no checkpoints below {tmp_path} match run-*/dcp" in none.err
+    other = pannier("retain", str(tmp_path), "--job", "other", *here)
+    assert f"no checkpoints of job other as checkpoint-*/dcp below {tmp_path}" in other.err
+    assert "there are some of job" in other.err
+    for flags in (("ls", str(tmp_path)), ("retain", str(tmp_path), "--job", "job")):
+        refused = pannier(*flags, "--pattern", "/absolute/*")
+        assert refused.code == 2
+        assert "pattern '/absolute/*' is not relative to the root" in refused.err
 
 
 @pytest.mark.parametrize("name", ["empty", "absent"])

@@ -152,6 +152,101 @@ def test_what_is_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
     assert latest(tmp_path) == committed
 
 
+NESTED = "checkpoint-*/dcp"
+
+
+def nested(root: Path, step: int, attempt: str, planned_at: float) -> str:
+    """A checkpoint of Pannier's two levels below the root, whose save was planned at ``planned_at``."""
+    directory = root / f"checkpoint-{step}" / "dcp"
+    write_attempt(directory, attempt, ranks=1, files=1, size=10)
+    os.utime(directory / object_names.manifest(attempt), (planned_at, planned_at))
+    return str(directory)
+
+
+def test_checkpoints_deeper_than_one_level_are_found_by_a_pattern(tmp_path: Path) -> None:
+    ids = [
+        nested(tmp_path, 5, "i1-one-g0000000a-s1", 100),
+        nested(tmp_path, 10, "i1-one-g0000000a-s2", 110),
+    ]
+    write_attempt(tmp_path / "checkpoint-15" / "dcp", "i1-one-g0000000a-s3", ranks=1, commit=False)
+    write(tmp_path / "checkpoint-20" / "trainer_state.json", b"{}")
+    nested(tmp_path / "checkpoint-5", 7, "i9-deep-g0000000a-s1", 500)
+    saved(tmp_path, "step-99", "i9-other-g0000000a-s9", 500)
+    write(tmp_path / "checkpoint-30", b"a file")
+    found = catalog.list_checkpoints(tmp_path, pattern=NESTED)
+    assert [(each.checkpoint_id, each.step) for each in found] == [(ids[0], 5), (ids[1], 10)]
+    assert latest(tmp_path, pattern=NESTED) == ids[1]
+    assert latest(tmp_path, pattern="checkpoint-5/dcp") == ids[0]
+    assert latest(tmp_path, pattern="*/*") == ids[1]
+    assert latest(tmp_path, pattern="checkpoint-*/model") is None
+    assert latest(tmp_path / "none", pattern=NESTED) is None
+    assert latest(tmp_path) == str(tmp_path / "step-99")
+
+
+def test_a_later_start_is_newer_though_each_directory_numbers_incarnations_by_itself(
+    tmp_path: Path,
+) -> None:
+    """The second start went on from step 5, so that step 10 is the first one's in part of the tree."""
+    first, second = "i1-zzz-g0000000a-s{}", "i{}-aaa-g0000000a-s{}"
+    ids = [
+        nested(tmp_path, 5, first.format(1), 100),
+        nested(tmp_path, 20, first.format(30), 130),
+        # Number 2 here, since the first start had saved here, too.
+        nested(tmp_path, 10, second.format(2, 1), 200),
+        nested(tmp_path, 15, second.format(1, 2), 210),
+    ]
+    # Commits and removals come in any order; times of .metadata don't count.
+    os.utime(Path(ids[1]) / ".metadata", (999, 999))
+    listed = catalog.list_checkpoints(tmp_path, pattern=NESTED)
+    assert [each.checkpoint_id for each in listed] == ids
+    assert latest(tmp_path, pattern=NESTED) == ids[3]
+
+
+def test_an_aborted_save_of_an_earlier_start_leaves_it_earlier(tmp_path: Path) -> None:
+    """It was decided after the later start had begun."""
+    nested(tmp_path, 5, "i1-one-g0000000a-s2", 100)
+    aborted = tmp_path / "checkpoint-3" / "dcp"
+    write_decision(aborted, "i1-one-g0000000a-s1", records_pb2.OUTCOME_ABORT)
+    newest = nested(tmp_path, 6, "i1-two-g0000000a-s1", 200)
+    assert latest(tmp_path, pattern=NESTED) == newest
+
+
+def test_what_pannier_did_not_write_is_found_by_a_pattern_too(tmp_path: Path) -> None:
+    ids = [commit(tmp_path, f"checkpoint-{step}/dcp", at) for step, at in ((9, 10), (8, 20))]
+    listed = catalog.list_checkpoints(tmp_path, pattern=NESTED)
+    assert [(each.checkpoint_id, each.step) for each in listed] == [(ids[0], 9), (ids[1], 8)]
+    assert latest(tmp_path, pattern=NESTED) == ids[1]
+
+
+def test_a_pattern_lists_only_what_it_matches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 11):
+        start = "one" if step < 6 else "two"
+        nested(tmp_path / "bucket" / "run", step, f"i1-{start}-g0000000a-s{step}", 100.0 + step)
+    for other in range(20):
+        write(tmp_path / "bucket" / "run" / f"logs-{other}" / "deep" / "a", b"x")
+    with GcsServer(tmp_path / "served") as server:
+        fs = fsspec.filesystem("gs", endpoint_url=server.url, token="anon")
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        for path in sorted((tmp_path / "bucket").rglob("*")):
+            if path.is_file():
+                fs.pipe_file(str(path.relative_to(tmp_path)), path.read_bytes())
+        before = len(server.requests())
+        assert latest("gs://bucket/run", pattern=NESTED) == "gs://bucket/run/checkpoint-10/dcp"
+        asked = server.requests()[before:]
+    assert not [each for each in asked if "logs-" in each[1]]
+    # The numbers of incarnations, the root, each checkpoint's records; two manifests; decision, .metadata.
+    assert len(asked) <= 2 * (1 + 1 + 10 + 2 + 2), asked
+
+
+@pytest.mark.parametrize("pattern", ["", "/a/*", "../*", "a/**", None])
+def test_a_pattern_that_means_nothing_is_refused(tmp_path: Path, pattern: Any) -> None:
+    for call in (catalog.list_checkpoints, latest):
+        with pytest.raises(InvalidRequestError, match=r"pattern .* give names of directories"):
+            call(tmp_path, pattern=pattern)
+
+
 def test_a_root_without_checkpoints(tmp_path: Path) -> None:
     assert catalog.list_checkpoints(tmp_path) == []
     assert latest(tmp_path / "not" / "there") is None
@@ -303,6 +398,15 @@ def a_failure_of_the_first_rank_is_raised_on_all() -> None:
     else:
         with pytest.raises(InvalidRequestError, match=f"{root}/other.*{root}"):
             latest(f"{root}/other")
+    # A pattern that one rank can't use leaves the calls in step; ranks must agree on it.
+    with pytest.raises(InvalidRequestError, match="contains"):
+        latest(root, pattern="../*")
+    if rank == 0:
+        assert latest(root, pattern="checkpoint-*/dcp") is None
+    else:
+        with pytest.raises(InvalidRequestError, match=r"for .*, but .*/checkpoint-\*/dcp"):
+            latest(root)
+    assert latest(root, pattern="checkpoint-*/dcp") is None
 
 
 def no_rank_waits_longer_than_its_time_out() -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pannier.client.loading import read_lease
+from pannier.client.loading import catalog, read_lease
 from pannier.client.loading.filesystem import MissingError
 from pannier.client.loading.storage_reader import StorageReader
+from pannier.common.locations import Pattern
 from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.stores import Stores
 from pannier.maintenance.retention_policy import Policy
@@ -184,3 +185,63 @@ def test_saves_that_are_committed_in_another_order_stay_both_until_the_next(tmp_
         await retention.stop()
 
     asyncio.run(run())
+
+
+NESTED = "checkpoint-*/dcp"
+
+
+def test_a_pattern_removes_deeper_checkpoints_and_the_directories_that_only_had_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "run"
+    policy = Policy(newest=1, pattern=Pattern(NESTED))
+
+    async def run() -> list[str]:
+        retention = Retention(Stores(), policy, host="here")
+
+        async def commit(step: int) -> None:
+            directory = root / f"checkpoint-{step}"
+            write(directory / object_names.incarnation_record(1), b"{}")
+            write_attempt(directory / "dcp", attempt(step), ranks=1, files=1)
+            retention.committed(f"{directory}/dcp", "job", attempt(step))
+            while retention._tasks:
+                await asyncio.gather(*retention._tasks.values())
+
+        for step in (9, 10):
+            if step == 10:
+                write(root / "checkpoint-9" / "trainer_state.json", b"{}")
+            await commit(step)
+        await commit(11)
+        retention.committed(f"{root}/other", "job", attempt(12))
+        retention.committed(f"{root}/another", "job", attempt(13))
+        assert not retention._tasks
+        await retention.stop()
+        return sorted(path.name for path in root.glob("*"))
+
+    with caplog.at_level("WARNING"):
+        # What a framework wrote beside a checkpoint is its own.
+        assert asyncio.run(run()) == [".pannier", "checkpoint-11", "checkpoint-9"]
+    assert files_below(root / "checkpoint-9") == {
+        "trainer_state.json",
+        object_names.incarnation_record(1),
+    }
+    assert f"retention never removes {root}/other and its like: the pattern {NESTED}" in caplog.text
+    assert "another" not in caplog.text
+    assert [each.step for each in catalog.list_checkpoints(root, pattern=NESTED)] == [11]
+    with pytest.raises(StorageError) as caught:
+        StorageReader(root / "checkpoint-10" / "dcp").resolve()
+    text = str(caught.value)
+    assert "checkpoint-10/dcp is no checkpoint: retention (job job) removed it at 20" in text
+    assert f"the newest below {root} is {root}/checkpoint-11/dcp: load that" in text
+
+
+def test_a_number_that_a_later_start_has_just_taken_stays(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for step in (1, 2):
+        write_attempt(root / f"checkpoint-{step}" / "dcp", attempt(step), ranks=1, files=1)
+        for number in (1, 2):
+            write(root / f"checkpoint-{step}" / object_names.incarnation_record(number), b"{}")
+    policy = Policy(newest=1, pattern=Pattern(NESTED))
+    asyncio.run(retain(open_store, str(root), policy, job="job", host="here"))
+    left = files_below(root / "checkpoint-1")
+    assert left == {object_names.incarnation_record(number) for number in (1, 2)}

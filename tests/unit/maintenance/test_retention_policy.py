@@ -5,6 +5,7 @@ import math
 import pytest
 
 from pannier.attempts.listing import Checkpoint, CheckpointState
+from pannier.common.locations import Pattern
 from pannier.maintenance.retention_policy import Best, Policy, apply_policy
 from pannier.wire.errors import ConfigurationError
 from pannier.wire.object_names import Attempt
@@ -103,6 +104,46 @@ def test_what_is_never_touched() -> None:
         "release-7": ("matches release-*",),
         "step-8": ("newest",),
     }
+
+
+def nested(step: int, start: str, save: int, began: float, number: int = 1) -> Checkpoint:
+    name = Attempt(number, save, "g0000000a", start).name
+    return checkpoint(f"checkpoint-{step}/dcp", save, attempt=name, began=began)
+
+
+NESTED = Pattern("checkpoint-*/dcp")
+
+
+def test_of_a_pattern_the_step_counts_and_other_directories_are_never_touched() -> None:
+    ours = [nested(step, "one", step, 100.0) for step in (10, 15, 20, 25)]
+    strangers = [checkpoint("step-10", 1), checkpoint("checkpoint-5/model", 2)]
+    found = kept(Policy(every=10, always=("checkpoint-15",), pattern=NESTED), *ours, *strangers)
+    assert found == {
+        "checkpoint-10/dcp": ("every 10",),
+        "checkpoint-15/dcp": ("matches checkpoint-15",),
+        "checkpoint-20/dcp": ("every 10",),
+        "checkpoint-25/dcp": ("newest",),
+    }
+
+
+def test_of_several_directories_a_later_start_is_newer_whatever_its_numbers() -> None:
+    ours = [
+        nested(20, "zzz", 7, 100.0),
+        nested(10, "aaa", 1, 200.0, number=2),
+        nested(15, "aaa", 2, 200.0),
+    ]
+    policy = Policy(newest=1, pattern=NESTED)
+    assert [name for name, why in kept(policy, *ours).items() if why] == ["checkpoint-15/dcp"]
+    # The later start's first save is committed last.
+    late = kept(policy, *ours, committed=ours[1].attempt)
+    assert late["checkpoint-10/dcp"] == ("committed last",)
+    assert not late["checkpoint-20/dcp"]
+    # An earlier start's is committed last: nothing that is newer goes.
+    earlier = kept(policy, *ours, committed=ours[0].attempt)
+    assert earlier["checkpoint-10/dcp"] == ("newer than the one committed last",)
+    # Of one that isn't there any more, and whose start has nothing else, nothing is known.
+    gone = Attempt(1, 1, "g0000000a", "gone").name
+    assert all(kept(policy, *ours, committed=gone).values())
 
 
 def test_without_a_rule_that_limits_all_stay() -> None:

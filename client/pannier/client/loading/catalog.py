@@ -46,6 +46,8 @@ _Out = TypeVar("_Out")
 
 _PARALLEL: Final = 16
 _SHOWN: Final = 5
+_LEVELS: Final = 4
+"""Directories above a checkpoint that may be the root of a pattern that matches it."""
 _NUMBER: Final = re.compile(r"(\d+)")
 _RECORDS: Final = object_names.attempts_prefix().rstrip("/")
 
@@ -382,21 +384,37 @@ def _describe_retired(directory: StorageDir) -> str:
 
 def describe_removal(directory: StorageDir) -> str:
     """When retention removed the checkpoint of this directory; empty: it has no record of that."""
-    key = object_names.retention_record()
-    try:
-        removed = _parse(directory.parent.read(key)).get("removed", [])
-    except MissingError:
-        return ""
-    except StorageError as error:
-        _log.warning("can't read whether retention removed %s: %s", directory.url, error)
-        return ""
+    root, _, record = _find_retention(directory)
+    name = directory.url.removeprefix(root.url).lstrip("/")
+    removed = record.get("removed", [])
     for each in reversed(removed if isinstance(removed, list) else []):
-        if isinstance(each, Mapping) and each.get("name") == directory.name:
+        if isinstance(each, Mapping) and each.get("name") == name:
             at = each.get("time")
             when = time.gmtime(at if isinstance(at, int | float) else 0)
             shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", when)
             return f"retention (job {each.get('job')}) removed it at {shown}"
     return ""
+
+
+def _find_retention(directory: StorageDir) -> tuple[StorageDir, Pattern, dict[str, Any]]:
+    """The root and the pattern by which retention finds this checkpoint, and its record there.
+
+    The directory above, with an empty record, unless there is a record there or further above.
+    """
+    root, name = directory.parent, directory.name
+    for _ in range(_LEVELS):
+        try:
+            record = _parse(root.find(object_names.retention_record()) or b"{}")
+            pattern = Pattern(record.get("pattern", CHILDREN.text))
+        except (StorageError, InvalidRequestError) as error:
+            _log.warning("can't read whether retention removed %s: %s", directory.url, error)
+            break
+        if record and pattern.matches(name):
+            return root, pattern, record
+        if not root.parent.name:
+            break
+        root, name = root.parent, f"{root.name}/{name}"
+    return directory.parent, CHILDREN, {}
 
 
 def _parse(content: bytes) -> dict[str, Any]:
@@ -410,9 +428,9 @@ def _parse(content: bytes) -> dict[str, Any]:
 
 def _advise(directory: StorageDir) -> str:
     """What to load instead."""
-    root = directory.parent
+    root, pattern, _ = _find_retention(directory)
     try:
-        found = newest(root)
+        found = newest(root, pattern)
     except PannierError as error:
         return f"; the newest checkpoint below {root.url} can't be found: {error}"
     if found is None or found.checkpoint_id == directory.url:

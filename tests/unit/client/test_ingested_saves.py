@@ -1,0 +1,76 @@
+"""Which saves of an earlier start ``latest(include="ingested")`` waits for."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pannier.client.config import load_settings
+from pannier.client.resume import ingested_saves
+from pannier.client.resume.ingested_saves import IngestedSaves, Unfinished
+from pannier.client.resume.latest import latest
+from pannier.client.resume.sidecar_status import SidecarStatus
+from pannier.common import timeouts
+from pannier.common.deadline import Deadline
+from pannier.v1 import records_pb2
+from pannier.wire import object_names
+from support.storage.checkpoints import write_attempt, write_decision
+
+NESTED = "checkpoint-*/dcp"
+
+
+@pytest.fixture
+def committed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Checkpoints that were committed from storage, as ``pannier recover`` would."""
+    done: list[str] = []
+
+    def commit(found: Unfinished, deadline: Deadline) -> None:
+        done.append(found.directory.url)
+        write_attempt(Path(found.directory.url), found.attempt, ranks=1, files=1)
+
+    monkeypatch.setattr(ingested_saves, "_commit", commit)
+    monkeypatch.setattr(timeouts, "INGESTED_COMMIT_S", 0.0)
+    monkeypatch.setattr(timeouts, "INGESTED_POLL_S", 0.01)
+    return done
+
+
+def saved(root: Path, step: int, attempt: str, at: float, **how: Any) -> str:
+    directory = root / f"checkpoint-{step}" / "dcp"
+    write_attempt(directory, attempt, ranks=1, files=1, **how)
+    os.utime(directory / object_names.manifest(attempt), (at, at))
+    return str(directory)
+
+
+def ingested(tmp_path: Path) -> IngestedSaves:
+    settings = load_settings(sidecar=f"unix://{tmp_path}/none.sock")
+    return IngestedSaves(SidecarStatus(lambda: settings), lambda: None)
+
+
+def newest(tmp_path: Path) -> str | None:
+    return latest(tmp_path / "run", pattern=NESTED, include="ingested", ingested=ingested(tmp_path))
+
+
+def test_one_deeper_than_one_level_is_found_by_the_pattern(
+    tmp_path: Path, committed: list[str]
+) -> None:
+    """The newest by the starts' times, though its directory numbers incarnations by itself."""
+    root = tmp_path / "run"
+    saved(root, 20, "i2-one-g0000000a-s2", 100)
+    # Of the first start too, and older than what it committed: nobody waits for it.
+    saved(root, 10, "i1-one-g0000000a-s1", 90, commit=False)
+    aborted = saved(root, 40, "i1-two-g0000000a-s2", 220, commit=False)
+    write_decision(Path(aborted), "i1-two-g0000000a-s2", records_pb2.OUTCOME_ABORT)
+    left = saved(root, 15, "i1-two-g0000000a-s1", 200, commit=False)
+    assert newest(tmp_path) == left
+    assert committed == [left]
+
+
+def test_without_any_the_newest_committed_one_is_used(tmp_path: Path, committed: list[str]) -> None:
+    root = tmp_path / "run"
+    saved(root, 20, "i1-one-g0000000a-s2", 100)
+    there = saved(root, 15, "i1-two-g0000000a-s1", 200)
+    # Elsewhere: the pattern doesn't match it.
+    write_attempt(root / "step-1", "i9-two-g0000000a-s9", commit=False)
+    assert newest(tmp_path) == there
+    assert committed == []
