@@ -118,7 +118,9 @@ class Ingest:
             await self.check_room(rank, header)
             reason = header.reason[: limits.MAX_TEXT]
             self._saves.set_transport(rank, f"streamed: {reason}" if reason else "streamed")
-            return await self._add_file(rank, header, await self._take(rank, header.size))
+            file = await self._add_file(rank, header, await self._take(rank, header.size))
+            self._uploads.start(rank, file)
+            return file
 
     async def reserve(self, request: sidecar_pb2.ReserveRequest) -> sidecar_pb2.ReserveResponse:
         """Leases files of the spool to a client that will map them.
@@ -184,7 +186,7 @@ class Ingest:
             self._check_in_time(rank)
             self._saves.set_stall(rank, limits.age(request.stalled_s))
             self._saves.limit_time(rank, 0, request.save_timeout_s)
-            await self._take_mapped(request, rank)
+            mapped = await self._take_mapped(request, rank)
             receipt = _receipt(request, rank)
             limits.check_extra_files(receipt)
             self._check_files(rank, receipt)
@@ -193,6 +195,9 @@ class Ingest:
             except PannierError as error:
                 self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
                 raise
+            # Not before: the hand-over would wait for the processor.
+            for file in mapped:
+                self._uploads.start(rank, file)
             self._saves.hand_over(rank, receipt)
             self._reservations.record_usage(rank)
 
@@ -244,10 +249,11 @@ class Ingest:
         except PannierError as error:
             self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
             raise
-        self._uploads.start(rank, file)
         return file
 
-    async def _take_mapped(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
+    async def _take_mapped(
+        self, request: sidecar_pb2.HandOverRequest, rank: RankSave
+    ) -> list[DataFile]:
         """Adds the files that the trainer has staged into the spool itself."""
         sizes = {file.name: file.size for file in request.files}
         files = []
@@ -284,6 +290,7 @@ class Ingest:
                 self._saves.fail(rank, kind, str(error))
                 raise
             self._saves.record_arrival(rank)
+        return files
 
     def _check_size(
         self,

@@ -67,12 +67,14 @@ class Uploader:
         self._background: set[asyncio.Task[None]] = set()
 
     def start(self, rank: RankSave, file: DataFile) -> None:
-        """Starts the upload of a file, which follows the file as it fills."""
+        """Starts the upload of a file, which follows the file as it fills; idempotent."""
         if rank.save.outcome is not None or rank.phase in FAILED:
             # It ended while the file was opened.
             self._background_task(self._release(file))
             return
-        self._uploads.setdefault(rank, {})[file.name] = _create_task(self._upload(rank, file))
+        started = self._uploads.setdefault(rank, {})
+        if file.name not in started:
+            started[file.name] = _create_task(self._upload(rank, file))
 
     def finish(self, rank: RankSave) -> None:
         """Writes the receipt of a rank that is ingested, once its files are in storage."""
