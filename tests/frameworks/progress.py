@@ -6,12 +6,16 @@
 import hashlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import CodeType
+from typing import Final
 
 import torch
 
 from support.states.bits import bits, parts
+
+PAGE: Final = Path(__file__).parents[2] / "docs/frameworks.md"
 
 
 def resumed(step: int) -> None:
@@ -42,3 +46,13 @@ def tensors_of(
                 state = optimizer.state[parameter]
                 found += [state[name] for name in sorted(state) if torch.is_tensor(state[name])]
     return found
+
+
+def documented(heading: str, changes: Mapping[str, str]) -> CodeType:
+    """The lines that docs/frameworks.md has for a framework, with what is another's in a test replaced."""
+    section = PAGE.read_text().partition(f"\n## {heading}\n")[2]
+    lines = section.partition("```python\n")[2].partition("```")[0]
+    for old, new in changes.items():
+        assert old in lines, f"{old} is not in {lines}"
+        lines = lines.replace(old, new)
+    return compile(lines, f"{PAGE.name}, {heading}", "exec")

@@ -4,25 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from frameworks.killed_runs import PROGRAMS, STEPS, Job, listed, steps
+from frameworks.killed_runs import PROGRAMS, check_resumes
 from support.processes.daemons import Daemons
 from support.storage.gcs_server import GcsServer
-
-PROGRAM = PROGRAMS / "torchtitan_job.py"
 
 
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 def test_a_killed_job_resumes_bit_for_bit_after_the_step_that_was_ingested(
     daemons: Daemons, server: GcsServer, tmp_path: Path, mode: str
 ) -> None:
-    job = Job(PROGRAM, mode, daemons, lambda step: f"step-{step}", MODE=mode, DUMP=str(tmp_path))
-    whole = [steps(output) for output in job.train("whole")]
-    killed = job.kill_in_a_save("killed", server, tmp_path / "go")
-    outputs = job.train("killed")
-    for rank, output in enumerate(outputs):
-        assert "resumes after 4\n" in output
-        again = steps(output)
-        assert [*again] == [5, 6, 7, 8]
-        assert {**killed[rank], **again} == whole[rank]
-    for root in ("whole", "killed"):
-        assert listed(f"{job.root}/{root}", daemons.environment) == ["step-6", f"step-{STEPS}"]
+    program = PROGRAMS / "torchtitan_job.py"
+    check_resumes(program, mode, daemons, server, tmp_path, lambda step: f"step-{step}", MODE=mode)
+
+
+def test_a_number_of_checkpoints_to_keep_is_refused_with_the_setting_that_has_it() -> None:
+    from pannier.client.integrations.torchtitan import CheckpointManager
+
+    with pytest.raises(ValueError, match=r"keep_latest_k=3 .*PANNIER_KEEP_NEWEST"):
+        CheckpointManager.Config(enable=True, keep_latest_k=3)
+    assert CheckpointManager.Config(enable=True).keep_latest_k == 0

@@ -60,7 +60,7 @@ def floor(name: str) -> Version:
 @pytest.mark.parametrize(
     "target",
     [
-        *("demo", "test", "demo-xla", "test-xla", "test-torch"),
+        *("demo", "test", "demo-xla", "test-xla", "test-torch", "test-frameworks"),
         *("lint", "stubs", "bench", "format", "clean"),
     ],
 )
@@ -139,6 +139,15 @@ def test_the_xla_environment_has_the_working_pair_and_the_oldest_torch() -> None
             assert str(requirement.specifier) == f"=={pair[name]}", "newer ones don't load together"
     (torch,) = (r for r in requirements("torch") if r.name == "torch")
     assert str(torch.specifier) == ">=2.9", "what test-xla tests is the floor"
+
+
+def test_the_frameworks_are_those_that_their_page_names() -> None:
+    pins = locked("requirements-frameworks.lock")
+    assert "torch" not in pins, "they are tested with the usual torch"
+    page = (REPOSITORY / "docs/frameworks.md").read_text()
+    for name, version in locked("tests/frameworks/requirements.txt").items():
+        assert pins[name] == version, f"{name}: run `make lock`"
+        assert str(version) in page, f"{name} {version}"
 
 
 def test_the_floors_are_those_of_the_generated_stubs() -> None:

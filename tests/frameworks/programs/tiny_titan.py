@@ -154,5 +154,5 @@ def trainer_config() -> Trainer.Config:
             disable_cuda_graphs=True,
         ),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
-        dump_folder=os.environ["DUMP"],
+        dump_folder=os.environ["SCRATCH"],
     )
