@@ -57,7 +57,7 @@ def test_one_deeper_than_one_level_is_found_by_the_pattern(
     """The newest by the starts' times, though its directory numbers incarnations by itself."""
     root = tmp_path / "run"
     saved(root, 20, "i2-one-g0000000a-s2", 100)
-    # Of the first start too, and older than what it committed: nobody waits for it.
+    # Of the first start too, and older than what it committed: it is not waited for.
     saved(root, 10, "i1-one-g0000000a-s1", 90, commit=False)
     aborted = saved(root, 40, "i1-two-g0000000a-s2", 220, commit=False)
     write_decision(Path(aborted), "i1-two-g0000000a-s2", records_pb2.OUTCOME_ABORT)
