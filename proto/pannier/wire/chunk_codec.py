@@ -20,8 +20,10 @@ import crc32c
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import InvalidRequestError
 
-CHUNK_BYTES: Final = 1 << 20
-"""Payload of one message: 1 to 2 MiB is fastest, 16 MiB is slow by page faults."""
+CHUNK_BYTES: Final = 2 << 20
+"""Payload of one message: each costs both ends several switches between threads, and fresh pages if it is larger."""
+REPLICA_CHUNK_BYTES: Final = 1 << 20
+"""Of one message between sidecars, which protobuf encodes, and a limit of their rate may hold up."""
 MAX_MESSAGE_BYTES: Final = 256 << 20
 """Limit of any message (a global plan at thousands of ranks is the largest)."""
 

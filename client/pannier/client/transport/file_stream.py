@@ -75,7 +75,7 @@ class FileSource:
         self._crcs: list[int | None] = [None] * -(-file.size // CHUNK_BYTES)
 
     def chunks(self, start: int) -> Iterator[Chunk]:
-        """Chunks from byte ``start`` on, of up to 1 MiB, ending at multiples of it."""
+        """Chunks from byte ``start`` on, of up to :data:`CHUNK_BYTES`, ending at multiples of it."""
         position = start
         while position < self.size:
             end = min(self.size, (position // CHUNK_BYTES + 1) * CHUNK_BYTES)

@@ -16,7 +16,7 @@ from pannier.sidecar.spool.rank_states import RankState
 from pannier.sidecar.spool.spool import SpoolFile
 from pannier.sidecar.upload.uploader import encoded
 from pannier.v1 import coordinator_pb2, records_pb2, restore_pb2, save_pb2
-from pannier.wire.chunk_codec import CHUNK_BYTES, ReceivedChunk
+from pannier.wire.chunk_codec import REPLICA_CHUNK_BYTES, ReceivedChunk
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, UnavailableError
 
 Cancel = Callable[[PannierError], object]
@@ -158,9 +158,9 @@ class HeldReplica:
             raise InvalidRequestError(
                 f"a chunk of file {chunk.file} of {self.label}, which has {len(files)} files"
             )
-        if len(chunk.data) > CHUNK_BYTES:
+        if len(chunk.data) > REPLICA_CHUNK_BYTES:
             raise InvalidRequestError(
-                f"a chunk of {self.label} has {len(chunk.data)} bytes, at most {CHUNK_BYTES} are allowed"
+                f"a chunk of {self.label} has {len(chunk.data)} bytes, at most {REPLICA_CHUNK_BYTES} are allowed"
             )
         file = files[chunk.file]
         received = ReceivedChunk(chunk.offset, chunk.crc32c, memoryview(chunk.data))

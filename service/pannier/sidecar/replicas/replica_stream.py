@@ -21,7 +21,7 @@ from pannier.sidecar.spool.data_file import DataFile
 from pannier.sidecar.spool.mapped_files import close_all, open_for_reading
 from pannier.storage.io_threads import spool_threads
 from pannier.v1 import records_pb2, restore_pb2
-from pannier.wire.chunk_codec import CHUNK_BYTES
+from pannier.wire.chunk_codec import REPLICA_CHUNK_BYTES
 from pannier.wire.errors import (
     DeadlineError,
     IntegrityError,
@@ -49,7 +49,7 @@ class _OpenFile:
 
     def read(self, offset: int) -> tuple[bytes, int]:
         """The chunk at an offset, and its crc32c; blocking. Raises RestagedError, IntegrityError."""
-        length = min(CHUNK_BYTES, self.file.size - offset)
+        length = min(REPLICA_CHUNK_BYTES, self.file.size - offset)
         data = os.pread(self.descriptor, length, offset)
         if len(data) != length:
             raise IntegrityError(f"{self.file.label}: its spool file was truncated")

@@ -59,9 +59,8 @@ LIMITS: Final = {
 """Calls at a time."""
 ACKNOWLEDGE: Final = 16 << 20
 """Bytes between two acknowledgements of a stream."""
-LOOKAHEAD: Final = 2 << 20
-"""Bytes of a stream that may arrive before they are read: without it the client waits after each
-message."""
+LOOKAHEAD: Final = 4 << 20
+"""Bytes of a stream that may arrive before they are read: while a chunk is stored, the next one arrives."""
 _STREAMS: Final = 16
 """Streams that are read at the same time: each may buffer some MiB of messages (LOOKAHEAD)."""
 
@@ -347,7 +346,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
     async def _receive(
         self, stream: _WriteStream, rank: RankSave, file: DataFile, held: int
     ) -> None:
-        """The data path: one iteration per MiB."""
+        """The data path: one iteration per chunk."""
         size, append, read = file.size, file.append, stream.read
         next_stop = held + ACKNOWLEDGE
         while held < size:
@@ -361,7 +360,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
                 raise message
             else:
                 raise InvalidRequestError(f"{file.label}: a second header in one stream")
-            # Frees its MiB while the next one arrives.
+            # Frees its memory while the next one arrives.
             del message
             if held >= next_stop or held == size:
                 next_stop = held + ACKNOWLEDGE
