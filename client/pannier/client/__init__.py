@@ -17,9 +17,9 @@ the program's own handlers put records of the logger ``pannier``, at the level t
 
 import builtins
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 # Read when gRPC is imported. Unset, it is off for gRPC's Python package, but on for its core, which prints a line
 # at each fork: for each shell command of a notebook, and each worker of a DataLoader.
@@ -33,6 +33,7 @@ from pannier.client.conversion.export import FORMAT, MAX_FILE_BYTES, ExportResul
 from pannier.client.conversion.export import export as export_checkpoint
 from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.handle import SaveHandle, SaveResult, SaveStatus
+from pannier.client.integrations.dcp_patch import patch_dcp
 from pannier.client.loading import catalog
 from pannier.client.loading.catalog import CheckpointInfo
 from pannier.client.loading.load import load as load_checkpoint
@@ -65,9 +66,6 @@ from pannier.wire.errors import (
     VersionMismatchError,
 )
 
-if TYPE_CHECKING:
-    from pannier.client.integrations.dcp_patch import DcpPatch
-
 console.install()
 
 
@@ -87,6 +85,7 @@ def async_save(
     staging: str = "blocking",
     metrics: Mapping[str, Any] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
+    on_commit: Callable[[SaveResult], object] | None = None,
     overwrite: bool | None = None,
 ) -> SaveHandle:
     """Saves in the background; returns when the state is staged. See :meth:`Client.async_save`."""
@@ -105,6 +104,7 @@ def async_save(
         staging=staging,
         metrics=metrics,
         extra_files=extra_files,
+        on_commit=on_commit,
         overwrite=overwrite,
     )
 
@@ -144,6 +144,7 @@ def save(
     timeout: float | None = None,
     metrics: Mapping[str, Any] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
+    on_commit: Callable[[SaveResult], object] | None = None,
     overwrite: bool | None = None,
 ) -> SaveResult:
     """Saves, and returns when the checkpoint is committed. See :meth:`Client.save`."""
@@ -159,33 +160,9 @@ def save(
         timeout=timeout,
         metrics=metrics,
         extra_files=extra_files,
+        on_commit=on_commit,
         overwrite=overwrite,
     )
-
-
-def patch_dcp() -> "DcpPatch":
-    """Has ``torch.distributed.checkpoint``'s ``save``, ``async_save`` and ``load`` save and load with Pannier.
-
-    For trainers whose code can't be changed: ``with client.patch_dcp(): trainer.train()``, or
-    ``client.patch_dcp().start()`` for good. It replaces the three functions in every module that has them by then,
-    for all threads, until the context is left or ``stop()`` is called; both wait for the saves under way, and
-    raise what failed. May be nested.
-
-    The functions take torch's arguments. ``save`` returns when the checkpoint is committed, ``async_save`` when it is
-    staged, with a :class:`SaveHandle`: a ``Future`` and an ``AsyncSaveResponse``; its result is that of the commit.
-    ``load`` waits for a save of this process to the same place. Torch's ``FileSystemWriter`` and ``FsspecWriter`` (and
-    readers) count by their path and ``overwrite``, not by their threads or storage options. As with torch, a save
-    replaces what is there, another job's too. ``async_checkpointer_type`` and torch's own stagers are left
-    out, since Pannier stages by itself. Other storage, such as safetensors, and subclasses are left to torch, with
-    one warning.
-
-    Raises, from the functions:
-        InvalidRequestError: another ``async_stager``, or ``use_collectives=False``, which Pannier can't honour.
-        PannierError: what :func:`save`, :func:`async_save` and :func:`load` raise.
-    """
-    from pannier.client.integrations.dcp_patch import DcpPatch
-
-    return DcpPatch()
 
 
 def wait_all(timeout: float | None = None) -> None:

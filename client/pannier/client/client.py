@@ -9,7 +9,7 @@ import builtins
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -98,6 +98,7 @@ class Client:
         staging: str = "blocking",
         metrics: Mapping[str, Any] | None = None,
         extra_files: Mapping[str, bytes] | None = None,
+        on_commit: Callable[[SaveResult], object] | None = None,
         overwrite: bool | None = None,
     ) -> SaveHandle:
         """Saves ``state_dict``; returns when it is staged, and may be changed.
@@ -138,6 +139,8 @@ class Client:
             overwrite: what may be replaced where ``checkpoint_id`` holds a checkpoint: None, one
                 of this job (``PANNIER_JOB``); True, also another job's, and one that Pannier
                 didn't write; False, none. The same on all ranks.
+            on_commit: called with the result once the checkpoint is committed: see
+                :meth:`SaveHandle.add_commit_callback`.
 
         Raises:
             CheckpointExistsError: there is a checkpoint that may not be replaced (a
@@ -191,14 +194,17 @@ class Client:
 
         reported = _reported_target(checkpoint_id, storage_writer)
         try:
-            return self._factory.run(process_group, no_dist, reported, run)
-        except SaveSkippedError as error:
-            handle = None
-            if on_busy == "skip" and current is not None:
-                handle = current.skipped_handle(error)
-            if handle is None:
-                raise
+            handle = self._factory.run(process_group, no_dist, reported, run)
+            if on_commit is not None:
+                handle.add_commit_callback(on_commit)
             return handle
+        except SaveSkippedError as error:
+            skipped = None
+            if on_busy == "skip" and current is not None:
+                skipped = current.skipped_handle(error)
+            if skipped is None:
+                raise
+            return skipped
 
     @at_call
     def save(

@@ -8,22 +8,24 @@ switch off).
 
 import concurrent.futures
 import copy
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from pannier.client.interrupts import SafeFuture
+from pannier.client.interrupts import Condition, SafeFuture
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.user_errors import description, without_frames
 from pannier.v1 import save_pb2
 from pannier.wire.errors import InDoubtError, PannierError, SaveAbortedError, SaveSkippedError
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,55 @@ class UnretrievedErrors:
         raise kind("; and ".join(map(str, raised)), failures)
 
 
+class CommitCallbacks:
+    """Users' functions that run after commits, each in a thread of its own. Thread-safe.
+
+    Args:
+        errors: gets what they raise.
+    """
+
+    def __init__(self, errors: UnretrievedErrors) -> None:
+        self._errors = errors
+        self._changed = Condition()
+        self._running = 0
+
+    def start(self, callback: Callable[[SaveResult], object], result: SaveResult) -> None:
+        """Calls ``callback`` in a thread, which the interpreter's end waits for."""
+        with self._changed:
+            self._running += 1
+        thread = threading.Thread(
+            target=self._run, args=(callback, result), name="pannier-commit", daemon=False
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending and starts no threads
+            self._run(callback, result)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Waits until none runs; False when ``timeout`` seconds pass first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running, timeout)
+
+    def _run(self, callback: Callable[[SaveResult], object], result: SaveResult) -> None:
+        try:
+            callback(result)
+        except Exception as error:  # noqa: BLE001 - the user's code: its error is the next call's
+            name = getattr(callback, "__qualname__", type(callback).__name__)
+            failed = PannierError(
+                f"the commit callback {name} of {result.checkpoint_id}, which is committed, failed: "
+                f"{description(error)}"
+            )
+            failed.__cause__ = error
+            _log.error("%s", failed, exc_info=error)
+            outcome = Outcome()
+            outcome.fail(failed)
+            self._errors.add(outcome)
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+
 def _of_earlier_save(error: Exception) -> PannierError:
     """What a later call raises: must not look like an exception of that call itself."""
     if isinstance(error, PannierError):
@@ -221,6 +272,7 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
         self._staging: Future[None] = SafeFuture()
         self._staging.set_running_or_notify_cancel()
         self._ingest = MilestoneFuture(outcome)
+        self._callbacks = CommitCallbacks(UnretrievedErrors())
         self._guard = threading.Lock()
         self._ended = False
         self._status = SaveStatus(
@@ -251,6 +303,23 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
         """Done when the checkpoint is committed; raises what :meth:`result` raises."""
         return self._upload
 
+    def add_commit_callback(self, callback: Callable[[SaveResult], object]) -> None:
+        """Calls ``callback`` once with :meth:`result` when the checkpoint is committed; never when it isn't.
+
+        In a thread made for that; at once if it is committed already. ``wait_all()`` waits for it, and so does the
+        end of the process for one that has begun. The save doesn't fail by what it raises: that is logged, and raised by
+        the next call on the client. A process that ends before the commit doesn't call it: files that must
+        be there with the checkpoint are for ``async_save(extra_files=...)``.
+        """
+        # Of the handle it refers to nothing, which would keep it alive.
+        callbacks = self._callbacks
+
+        def start(done: "Future[SaveResult]") -> None:
+            if super(OutcomeFuture, cast("SaveHandle", done)).exception() is None:
+                callbacks.start(callback, super(OutcomeFuture, cast("SaveHandle", done)).result())
+
+        self.add_done_callback(start)
+
     def status(self) -> SaveStatus:
         """How far the save is, by the last status update."""
         return self._status
@@ -278,6 +347,10 @@ class Resolver:
         self.outcome = handle._outcome
         self._staged = False
         self._ingested = False
+
+    def use_callbacks(self, callbacks: CommitCallbacks) -> None:
+        """Those that the client waits for; before the caller has the handle."""
+        self.handle._callbacks = callbacks
 
     def update(self, change: Callable[[SaveStatus], SaveStatus]) -> None:
         """Replaces the handle's status."""

@@ -41,7 +41,7 @@ _passed_on: Final[set[str]] = set()
 
 
 class DcpPatch(AbstractContextManager["DcpPatch"]):
-    """See :func:`pannier.client.patch_dcp`. May be nested, and used again."""
+    """See :func:`patch_dcp`. May be nested, and used again."""
 
     def __enter__(self) -> "DcpPatch":
         self.start()
@@ -75,6 +75,29 @@ class DcpPatch(AbstractContextManager["DcpPatch"]):
         for handle in _underway():
             handle.wait()
         raise_unretrieved()
+
+
+def patch_dcp() -> DcpPatch:
+    """Has ``torch.distributed.checkpoint``'s ``save``, ``async_save`` and ``load`` save and load with Pannier.
+
+    For trainers whose code can't be changed: ``with client.patch_dcp(): trainer.train()``, or
+    ``client.patch_dcp().start()`` for good. It replaces the three functions in every module that has them by then,
+    for all threads, until the context is left or ``stop()`` is called; both wait for the saves under way, and
+    raise what failed. May be nested.
+
+    The functions take torch's arguments. ``save`` returns when the checkpoint is committed, ``async_save`` when it is
+    staged, with a :class:`~pannier.client.SaveHandle`: a ``Future`` and an ``AsyncSaveResponse``; its result is that of the commit.
+    ``load`` waits for a save of this process to the same place. Torch's ``FileSystemWriter`` and ``FsspecWriter`` (and
+    readers) count by their path and ``overwrite``, not by their threads or storage options. As with torch, a save
+    replaces what is there, another job's too. ``async_checkpointer_type`` and torch's own stagers are left
+    out, since Pannier stages by itself. Other storage, such as safetensors, and subclasses are left to torch, with
+    one warning.
+
+    Raises, from the functions:
+        InvalidRequestError: another ``async_stager``, or ``use_collectives=False``, which Pannier can't honour.
+        PannierError: what ``client.save``, ``client.async_save`` and ``client.load`` raise.
+    """
+    return DcpPatch()
 
 
 def _replace() -> None:

@@ -9,11 +9,12 @@ import sys
 import threading
 from collections.abc import Callable
 
-from pannier.client.handle import SaveStatus, UnretrievedErrors
+from pannier.client.handle import CommitCallbacks, SaveStatus, UnretrievedErrors
 from pannier.client.interrupts import Condition
 from pannier.client.transport.save_status import StatusFollower
 from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.common.deadline import Deadline
 from pannier.common.save_interval import RECENT, SaveCost
 from pannier.common.units import size_text
 from pannier.wire.errors import DeadlineError
@@ -47,6 +48,7 @@ class SavesInProgress:
     def __init__(self, on_ended: Callable[[], None]) -> None:
         self.errors = UnretrievedErrors()
         self.costs = SaveCosts()
+        self._callbacks = CommitCallbacks(self.errors)
         self._on_ended = on_ended
         self._changed = Condition()
         self._tasks: dict[StatusFollower, SaveTask] = {}
@@ -74,6 +76,7 @@ class SavesInProgress:
 
     def add(self, task: SaveTask) -> None:
         """A save has begun."""
+        task.status.resolver.use_callbacks(self._callbacks)
         with self._changed:
             self._tasks[task.status] = task
 
@@ -86,15 +89,18 @@ class SavesInProgress:
         self._on_ended()
 
     def wait(self, timeout: float | None, given: float | None = None) -> None:
-        """Waits until every save has ended.
+        """Waits until every save has ended, and what users do after commits.
 
         Raises DeadlineError: not within ``timeout`` seconds; names ``given`` as the time-out.
         """
+        deadline = None if timeout is None else Deadline(timeout)
+        seconds = timeout if given is None else given
         with self._changed:
             # None is no endless wait: each save ends soon after its own deadline.
             if not self._changed.wait_for(lambda: not self._tasks, timeout):
-                seconds = timeout if given is None else given
                 raise DeadlineError(f"after {seconds:g} s not ended: {self}")
+        if not self._callbacks.wait(None if deadline is None else deadline.remaining()):
+            raise DeadlineError(f"after {seconds:g} s a commit callback has not returned")
 
     def need(self, sidecar: SidecarClient) -> bool:
         """Whether one of them is sent by this client."""

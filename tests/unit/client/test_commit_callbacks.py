@@ -1,0 +1,84 @@
+"""What a user has done after a commit: once, in a thread of its own, waited for, and never unnoticed."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+
+from pannier.client import Client, DeadlineError, PannierError, SaveAbortedError, SaveResult
+from pannier.client.config import Settings
+from pannier.client.handle import Resolver, SaveHandle, skipped
+from pannier.wire.errors import SaveSkippedError
+from support.actors.scripted_sidecar import ScriptedSidecar
+from support.processes.stretch import BOUND_S
+
+RESULT = SaveResult("/x/y", "a1", 3, 3, {})
+
+
+@pytest.fixture
+def client(sidecar: ScriptedSidecar) -> Iterator[Client]:
+    made = Client(Settings(sidecar=sidecar.address))
+    yield made
+    with suppress(PannierError):
+        made.close()
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {"w": torch.ones(10)}
+
+
+def test_it_is_called_once_with_the_result_also_when_it_comes_late(client: Client) -> None:
+    seen: list[tuple[SaveResult, str]] = []
+
+    def note(result: SaveResult) -> None:
+        seen.append((result, threading.current_thread().name))
+
+    handle = client.async_save(state(), checkpoint_id="/x/y", on_commit=note)
+    result = handle.result(BOUND_S)
+    handle.add_commit_callback(note)
+    client.wait_all(BOUND_S)
+    assert seen == [(result, "pannier-commit")] * 2
+
+
+def test_a_save_that_fails_or_is_skipped_calls_nothing() -> None:
+    calls: list[SaveResult] = []
+    handle = SaveHandle("a save", "/x/y")
+    handle.add_commit_callback(calls.append)
+    Resolver(handle).fail(SaveAbortedError("aborted"))
+    skipped("a save", "/x/y", SaveSkippedError("skipped")).add_commit_callback(calls.append)
+    assert not calls
+    # It asked for no error, either.
+    assert not handle._outcome.retrieved
+
+
+def test_wait_all_waits_for_it(client: Client) -> None:
+    go, ended = threading.Event(), threading.Event()
+
+    def slow(_: SaveResult) -> None:
+        go.wait(BOUND_S)
+        ended.set()
+
+    client.async_save(state(), checkpoint_id="/x/y", on_commit=slow).result(BOUND_S)
+    with pytest.raises(DeadlineError, match="a commit callback has not returned"):
+        client.wait_all(0.01)
+    go.set()
+    client.wait_all(BOUND_S)
+    assert ended.is_set()
+
+
+def test_what_it_raises_is_the_next_calls_error_and_the_save_stands(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: SaveResult) -> None:
+        raise OSError(28, "No space left on device")
+
+    handle = client.async_save(state(), checkpoint_id="/x/y", on_commit=broken)
+    assert handle.result(BOUND_S).checkpoint_id == "/x/y"
+    with pytest.raises(
+        PannierError, match=r"broken of /x/y, which is committed, failed: .*No space"
+    ):
+        client.wait_all(BOUND_S)
+    assert "No space left on device" in caplog.text
+    client.save(state(), checkpoint_id="/x/z")
