@@ -58,12 +58,14 @@ def planned(options: argparse.Namespace) -> list[Part]:
             found += [Part("durable", (*way, "--bytes", size)) for size in sizes]
             found += [Part("memory", (*way, "--bytes", size)) for size in sizes]
             found += [Part("uploading", (*way, "--bytes", size)) for size in large]
+            found += [Part("uploading", (*way, "--bytes", size, "--tls")) for size in large]
             found.append(Part("memory", (*way, "--leaks")))
     best = ("--transport", embedded.transports()[0], "--bytes", usual[0])
     found.append(Part("peers", best))
     if options.full:
         found.append(Part("peers", (*best, "--to", "gcs")))
     found += [Part("restoring", arguments) for arguments in restored(options.quick)]
+    found.append(Part("upload_cores", ("--bytes", "64M" if options.quick else "1G")))
     # These have sizes of their own.
     found += [Part("first_save"), Part("replicas"), Part("planning"), Part("device")]
     few = str(parts.megabytes(usual[0]))

@@ -32,6 +32,7 @@ def test_every_part_is_planned() -> None:
         "replicas",
         "restoring",
         "steps",
+        "upload_cores",
         "uploading",
     }
 

@@ -37,7 +37,7 @@ def listed(server: GcsServer, prefix: str) -> list[str]:
 def content(server: GcsServer, name: str) -> bytes:
     """Of the object of that name."""
     url = f"{server.url}/storage/v1/b/bucket/o/{quote(name, safe='')}?alt=media"
-    with urllib.request.urlopen(url, timeout=BOUND_S) as response:
+    with urllib.request.urlopen(url, timeout=BOUND_S, context=server.context) as response:
         found: bytes = response.read()
     return found
 
@@ -95,5 +95,5 @@ def check_whole(server: GcsServer, checkpoint_id: str) -> None:
 
 def _ask(server: GcsServer, path: str, method: str = "GET") -> Any:
     request = urllib.request.Request(f"{server.url}/storage/v1/b/bucket/o{path}", method=method)
-    with urllib.request.urlopen(request, timeout=BOUND_S) as answer:
+    with urllib.request.urlopen(request, timeout=BOUND_S, context=server.context) as answer:
         return json.loads(answer.read() or b"null")
