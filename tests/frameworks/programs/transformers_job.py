@@ -76,6 +76,6 @@ names = {
     "Progress": Progress,
     "shard_on_cpu": _shard_on_cpu,
 }
-exec(documented("Transformers and Accelerate", changes), names)
+exec(documented("Transformers", changes), names)
 client.close()
 dist.destroy_process_group()

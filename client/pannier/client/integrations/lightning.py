@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from pannier import client
-from pannier.client.loading.filesystem import open_dir
 
 _META = "meta.pt"
 
@@ -91,7 +90,7 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
         self.model.load_state_dict(state["state_dict"], strict=strict)
         for index, optimizer in enumerate(self.optimizers):
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{index}"])
-        meta = io.BytesIO(open_dir(path).read(_META))
+        meta = io.BytesIO(client.read_extra_file(path, _META))
         rest: dict[str, Any] = torch.load(meta, weights_only=weights_only)
         return rest
 

@@ -7,7 +7,6 @@ there, and put back for a resume. For transformers 5.23 and accelerate 1.15.
 
 import os
 import posixpath
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.distributed import checkpoint
 from transformers import TrainerCallback, trainer
 
 from pannier import client
+from pannier.client.loading.catalog import find_commit
 from pannier.client.loading.filesystem import open_dir
 from pannier.common.locations import absolute
 
@@ -105,10 +105,8 @@ class PannierCallback(TrainerCallback):
         if self._is_first_of_host:
             for name in (FSDP_MODEL_NAME, OPTIMIZER_NAME):
                 (folder / f"{name}_0").mkdir(parents=True, exist_ok=True)
-            directory = open_dir(newest)
-            for entry in directory.list():
-                if not entry.is_directory and not re.match(r"\..*|.*\.distcp$", entry.name):
-                    (folder / entry.name).write_bytes(directory.read(entry.name))
+            for name in _extra_files(newest):
+                (folder / name).write_bytes(client.read_extra_file(newest, name))
         if dist.is_initialized():
             dist.barrier()
         return str(folder)
@@ -139,3 +137,8 @@ class PannierCallback(TrainerCallback):
     def _last_checkpoint(self, folder: str) -> str | None:
         ours = Path(folder).absolute() == self._output_dir
         return self.latest() if ours else self._last_directory(folder)
+
+
+def _extra_files(checkpoint_id: str) -> list[str]:
+    commit = find_commit(open_dir(checkpoint_id))
+    return [] if commit is None else [file.name for file in commit.extra_files]
