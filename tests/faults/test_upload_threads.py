@@ -12,6 +12,7 @@ from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import PannierError
 from support.actors.scripted import ScriptedCoordinator, Trainer
 from support.actors.scripted_sidecar import wait_until
+from support.network.certificates import Authority
 from support.processes.daemons import Daemon, clean_environment, memory_directory, short_directory
 from support.processes.stretch import BOUND_S
 from support.processes.watching import await_save, listed
@@ -110,6 +111,24 @@ def test_a_sidecar_that_is_killed_while_several_files_go_up_is_resumed_by_the_ne
         host.sidecar.start()
         host.coordinator.await_phase(context, DURABLE, after=before)
         host.check(trainer, context)
+
+
+def test_data_files_go_up_over_tls(tmp_path: Path) -> None:
+    tls = Authority(tmp_path / "ca").issue("store")
+    sockets, memory = short_directory(), memory_directory()
+    with GcsServer(tmp_path / "encrypted", tls=tls) as server:
+        made = Host(server, tmp_path, sockets, memory)
+        # aiohttp reads the authority's certificate when it is imported.
+        made.sidecar.forked = False
+        try:
+            with made.coordinator:
+                made.sidecar.start()
+                with Trainer(made.sidecar.address) as trainer:
+                    made.check(trainer, made.save(trainer, 1))
+        finally:
+            made.sidecar.close()
+            shutil.rmtree(sockets)
+            shutil.rmtree(memory)
 
 
 def test_sigterm_lets_all_files_that_go_up_arrive(host: Host) -> None:

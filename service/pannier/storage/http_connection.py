@@ -75,7 +75,7 @@ class HttpConnection:
             try:
                 self._http.endheaders()
                 whole = self._send(turn, body)
-            except ConnectionError as error:
+            except OSError as error:
                 # The peer may have said why.
                 broken = error
             try:

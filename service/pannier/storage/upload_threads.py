@@ -21,7 +21,7 @@ from pannier.storage.rate_limit import RateLimit
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MOST: Final = 64
+MOST: Final = 256
 """Calls at a time, those that wait included."""
 
 

@@ -31,6 +31,7 @@ from pannier.storage import (
 )
 from pannier.storage.gcs.resumable_upload import UNIT
 from pannier.storage.gcs.store import GcsStore
+from pannier.storage.http_sender import HttpSender
 from pannier.v1 import diagnosis_pb2, save_pb2
 from pannier.wire import object_names
 from support.processes.stretch import BOUND_S
@@ -53,7 +54,7 @@ def server(shared: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsSe
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", shared.url)
     monkeypatch.setattr("pannier.common.timeouts.RETRY_S", 0.01)
     # So that a file has several.
-    monkeypatch.setattr("pannier.storage.gcs.store.CHUNK", 8 << 20)
+    monkeypatch.setattr("pannier.storage.gcs.http._CHUNK", 8 << 20)
     yield shared
     shared.clear()
     shared.options(
@@ -156,6 +157,25 @@ def test_a_cut_upload_goes_on_where_the_server_is(
         f"bytes {16 << 20}-{LAST - 1}/{BIG}",
         f"bytes {LAST}-{BIG - 1}/{BIG}",
     ]
+
+
+@pytest.mark.parametrize("size", [1000, BIG])
+def test_a_session_that_the_user_has_set_up_sends_all_itself(
+    server: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise AssertionError("beside the session, which may have a proxy")
+
+    monkeypatch.setattr(HttpSender, "send", refuse)
+
+    async def main() -> None:
+        options = {"session_kwargs": {"trust_env": True}}
+        store = open_store(f"gs://bucket/session-{size}", storage_options=options)
+        assert isinstance(store, GcsStore)
+        await Upload(tmp_path, size).to(store)
+        await store.close()
+
+    asyncio.run(main())
 
 
 def test_a_lost_session_is_begun_again(

@@ -1,14 +1,22 @@
 """S3's own ways: conditional writes, checksums of the whole object, final errors."""
 
 import asyncio
+import ssl
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pannier.storage import ConflictError, DeniedError, NotFoundError, StorageError, open_store
+from pannier.storage.http_sender import HttpSender
+from pannier.storage.s3.client import S3Connection
 from pannier.storage.s3.store import S3Store
+from pannier.storage.upload_threads import UploadThreads
+from support.network.certificates import Authority
+from support.processes.stretch import BOUND_S
 from support.storage.s3_server import S3Server
 from support.storage.sources import FileSource, some_bytes
 
@@ -44,6 +52,112 @@ def test_large_uploads_carry_a_checksum_of_the_whole_object(
     asyncio.run(main())
     head = server.client.head_object(Bucket="bucket", Key="whole/file", ChecksumMode="ENABLED")
     assert head["ChecksumType"] == "FULL_OBJECT"
+
+
+def test_parts_go_up_several_at_a_time_in_upload_threads(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, sizes = 9 * (8 << 20) + 77, []
+    begun, together = 0, asyncio.Event()
+    send = HttpSender.send
+
+    async def counted(self: HttpSender, method: str, url: str, headers: Any, body: Any) -> Any:
+        nonlocal begun
+        sizes.append(body.size)
+        begun += 1
+        if begun == 4:
+            together.set()
+        await together.wait()
+        return await send(self, method, url, headers, body)
+
+    monkeypatch.setattr(HttpSender, "send", counted)
+
+    async def main() -> None:
+        store = store_in(server, "bucket/parts")
+        held: list[int] = []
+        source = FileSource(tmp_path / "spool", some_bytes(size))
+        info = await store.upload("file", source, progress=held.append, retried=pytest.fail)
+        assert (info.size, info.crc32c) == (size, source.crc)
+        assert held == sorted(held)
+        assert held[-1] == size
+        assert await store.read("file") == some_bytes(size)
+        await store.close()
+
+    asyncio.run(main())
+    assert sorted(sizes) == [77, *[8 << 20] * 9]
+
+
+def test_a_part_that_is_refused_ends_the_others_and_leaves_no_upload(
+    faulty: S3Server, tmp_path: Path
+) -> None:
+    async def body(store: S3Store) -> None:
+        faulty.fault(kind="status", method="PUT", path="partNumber=2", status=403, code="Denied")
+        faulty.fault(kind="delay", seconds=BOUND_S, method="PUT", path="partNumber=[134]", times=-1)
+        source = FileSource(tmp_path / "spool", some_bytes(5 * (8 << 20)))
+        began = time.monotonic()
+        with pytest.raises(DeniedError, match="403 Denied"):
+            await store.upload("file", source, progress=lambda held: None, retried=pytest.fail)
+        assert time.monotonic() - began < BOUND_S / 2
+        assert await store.list() == []
+
+    before = faulty.sessions()
+    run(faulty, body)
+    assert faulty.sessions() == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"config_kwargs": {"connector_args": {"keepalive_timeout": 5}}},
+        {"client_kwargs": {"verify": False}},
+    ],
+    ids=["connections", "certificates"],
+)
+def test_a_session_that_the_user_has_set_up_sends_all_itself(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise AssertionError("beside the session")
+
+    monkeypatch.setattr(HttpSender, "send", refuse)
+
+    async def body(store: S3Store) -> None:
+        await upload(store, tmp_path, BIG)
+
+    run(server, body, **options)
+
+
+@pytest.mark.parametrize("given", ["option", "environment", ""])
+def test_upload_threads_trust_whom_the_session_trusts(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    bundle = str(Authority(tmp_path).file)
+    if given == "environment":
+        monkeypatch.setenv("AWS_CA_BUNDLE", bundle)
+    options = {"client_kwargs": {"verify": bundle}} if given == "option" else {}
+
+    async def main() -> None:
+        connection = await S3Connection.open({**server.options, **options}, UploadThreads())
+        assert connection._sender is not None
+        context = connection._sender._make_tls()
+        assert context.verify_mode is ssl.CERT_REQUIRED
+        assert context.check_hostname
+        assert (context.cert_store_stats()["x509_ca"] == 1) is bool(given)
+        await connection.close()
+
+    asyncio.run(main())
+
+
+def test_a_proxy_of_the_environment_is_for_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    with S3Server() as server:
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+        monkeypatch.delenv("no_proxy", raising=False)
+
+        async def body(store: S3Store) -> None:
+            with pytest.raises(StorageError, match=r"127\.0\.0\.1:1"):
+                await store.create("decision", b"COMMIT")
+
+        run(server, body, config_kwargs={"connect_timeout": 1})
 
 
 def test_an_object_without_a_stored_checksum_is_read_back(server: S3Server, tmp_path: Path) -> None:

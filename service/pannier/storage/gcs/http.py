@@ -35,11 +35,12 @@ from pannier.storage.base import DeniedError, HeldError, NotFoundError, StorageE
 from pannier.storage.connections import SharedConnection
 from pannier.storage.http_body import FromSpool, Slices
 from pannier.storage.http_sender import SLOWEST_BYTES_PER_S, HttpSender
-from pannier.storage.io_threads import setup_threads
+from pannier.storage.io_threads import BUFFER, setup_threads
 from pannier.storage.retry import TransientError
 from pannier.storage.upload_threads import UploadThreads
 from pannier.wire.errors import ConfigurationError
 
+_CHUNK = 32 << 20
 _PROVIDER_TEXT = 500
 _RATE_LIMITS = {"rateLimitExceeded", "userRateLimitExceeded"}
 _HOLDS = {"objectUnderActiveHold", "retentionPolicyNotMet"}
@@ -125,6 +126,12 @@ class GcsConnection:
                 f"Google Cloud Storage can't be set up: {error}; {_CREDENTIALS_HINT}"
             ) from error
         return cls(fs, threads)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Most bytes of a data file in one request."""
+        # gcsfs' own session gets them in memory.
+        return BUFFER if self._sender is None else _CHUNK
 
     async def close(self) -> None:
         """Ends the session."""

@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 UNIT = 256 << 10
 """Chunks, but the last, have a multiple of so many bytes."""
-CHUNK = 32 << 20
-"""Most bytes of a request."""
 _LEAST = 8 << 20
 """Bytes of a growing file that are awaited for the next."""
 _SESSIONS = 3
@@ -54,7 +52,7 @@ class ResumableUpload:
         name: str,
         source: Source,
         *,
-        chunk: int = CHUNK,
+        chunk: int,
         deadline_s: float,
         retried: Retried,
     ) -> None:

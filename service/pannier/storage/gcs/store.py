@@ -37,7 +37,7 @@ from pannier.storage.gcs.http import (
     UnclearError,
     shared_connection,
 )
-from pannier.storage.gcs.resumable_upload import CHUNK, UNIT, ResumableUpload, encode_crc
+from pannier.storage.gcs.resumable_upload import UNIT, ResumableUpload, encode_crc
 from pannier.storage.http_body import Slices
 from pannier.storage.io_threads import BUFFER, buffers
 from pannier.storage.retry import (
@@ -133,7 +133,7 @@ class GcsStore(Store):
                     self._bucket,
                     self._name(key),
                     source,
-                    chunk=self._threads.request_bytes(CHUNK, UNIT),
+                    chunk=self._threads.request_bytes(connection.chunk_bytes, UNIT),
                     deadline_s=self._deadline_s,
                     retried=note,
                 )

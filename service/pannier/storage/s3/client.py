@@ -181,7 +181,7 @@ class S3Connection:
         if self._sender is not None and isinstance(arguments.get("Body"), Part):
             for event in _UPLOADS:
                 # Once per client.
-                client.meta.events.register(event, self._send, unique_id="pannier-uploads")
+                client.meta.events.register(event, self._send, unique_id=f"pannier-{event}")
         method = getattr(client, operation)
         answer: dict[str, Any] = await method(**self._fs._get_s3_method_kwargs(method, **arguments))
         if "Body" in answer:
