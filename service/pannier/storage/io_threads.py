@@ -298,7 +298,7 @@ _lock = Lock()
 setup_threads = Threads("the set-up of connections to storage")
 """For credentials, tokens and clients."""
 spool_threads = Threads("the spool", patience_s=math.inf)
-"""For the reads of uploads to other places than directories: a spool file is not reused while a thread reads it."""
+"""For reads of replicas and local copies: a spool file is not reused while a thread reads it."""
 ingest_threads = Threads("the spool", patience_s=math.inf)
 """For the chunks of streams, and for the checksums of mapped files."""
 reservation_threads = Threads("the spool", patience_s=math.inf)
