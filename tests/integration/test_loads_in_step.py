@@ -309,7 +309,9 @@ def latest_has_one_answer_in_time_and_stays_in_step() -> None:
             while time.monotonic() == began:
                 pass
 
-        def finish_newest(self, root: object, options: object, timeout_s: float) -> None:
+        def finish_newest(
+            self, root: object, pattern: object, options: object, timeout_s: float
+        ) -> None:
             waits.append(timeout_s)
 
     def await_key(calls: StoreCalls, store: object, key: str, timeout_s: float) -> bytes | None:
