@@ -1,6 +1,7 @@
 """Extra files of a save: with real daemons, read by plain tools."""
 
 import json
+import posixpath
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,7 +59,9 @@ def plain(place: str) -> dict[str, bytes]:
         name: fs.cat_file(f"{path}/{name}")
         for name in names
         if not (
-            name == ".metadata" or object_names.attempt_of(name) or name.startswith(".pannier-")
+            name == ".metadata"
+            or object_names.attempt_of(name)
+            or posixpath.basename(name).startswith(".pannier-")
         )
     }
 

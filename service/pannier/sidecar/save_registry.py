@@ -183,7 +183,10 @@ class SaveRegistry:
     def confirm_plan(self, rank: RankSave, plan_id: str) -> None:
         """The rank writes by the save's plan what it writes by the one that it claimed."""
         sizes = self._sizes.get(_plan_key(rank, rank.claim.plan_id)) if rank.claim else None
+        was_handed_over = rank.phase is Phase.HANDED_OVER
         rank.confirm_plan(plan_id)
+        if was_handed_over:
+            self._log_arrival(rank)
         if sizes is not None:
             self._remember(rank, sizes)
         self._notify(rank.save, rank, True)
@@ -218,10 +221,15 @@ class SaveRegistry:
         The caller has recorded that in the journal.
         """
         rank.hand_over(receipt)
-        size = sum(file.size for file in receipt.files)
+        self._log_arrival(rank)
+        self._notify(rank.save, rank, True)
+
+    @staticmethod
+    def _log_arrival(rank: RankSave) -> None:
+        assert rank.receipt is not None
+        size = sum(file.size for file in rank.receipt.files)
         what = "handed over" if rank.phase is Phase.HANDED_OVER else "ingested"
         _log.info("%s is %s: %d bytes", rank.label, what, size, extra=rank.log_fields)
-        self._notify(rank.save, rank, True)
 
     # Uploads, failures and the coordinator's decisions.
 

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from typing import Any, Final, NoReturn
 
 from pannier.client.conversion.export import export
@@ -23,6 +24,8 @@ def main() -> int:
     """Runs one export; returns the exit status, 1 for an error that was reported."""
     for number in _SIGNALS:
         signal.signal(number, _end)
+    # torch before 2.10 warns of what its own writer calls.
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")
     arguments = json.loads(sys.stdin.readline())
     try:
         result = export(**arguments, progress=lambda done, total: _print(progress=[done, total]))
