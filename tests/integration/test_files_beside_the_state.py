@@ -1,7 +1,6 @@
 """Extra files of a save: with real daemons, read by plain tools."""
 
 import json
-import posixpath
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,11 +57,7 @@ def plain(place: str) -> dict[str, bytes]:
     return {
         name: fs.cat_file(f"{path}/{name}")
         for name in names
-        if not (
-            name == ".metadata"
-            or object_names.attempt_of(name)
-            or posixpath.basename(name).startswith(".pannier-")
-        )
+        if not (name == ".metadata" or object_names.attempt_of(name) or name.startswith(".pannier"))
     }
 
 
