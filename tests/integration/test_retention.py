@@ -90,6 +90,24 @@ def test_after_each_commit_what_no_rule_keeps_goes(tmp_path: Path, scheme: str) 
             assert "step-5 is removed" not in log
 
 
+def test_with_a_pattern_deeper_checkpoints_go(tmp_path: Path) -> None:
+    """As frameworks lay them out; a second start numbers its incarnation by itself in each directory."""
+    root, pattern = tmp_path / "run", "checkpoint-*/dcp"
+    rules = ("--keep-newest", "1", "--keep-every", "20", "--retention-pattern", pattern)
+    with running(tmp_path, *rules) as daemons:
+        for start in ((10, 20, 30), (25, 27)):
+            with saving(daemons) as client:
+                for step in start:
+                    id_ = root / f"checkpoint-{step}" / "dcp"
+                    client.save(state(step), checkpoint_id=id_)
+                    # The newest of the save's start, though 30 is a higher step.
+                    assert client.latest(root, pattern=pattern) == str(id_)
+        left = ["checkpoint-20/dcp", "checkpoint-27/dcp"]
+        until(lambda: names(str(root)) == left, f"only {left}")
+        until(lambda: len(list(root.glob("checkpoint-*"))) == 2, "the removal of their directories")
+        assert [each.step for each in client.list(root, pattern=pattern)] == [20, 27]
+
+
 def test_what_is_being_read_waits(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with running(tmp_path, "--keep-newest", "1") as daemons, saving(daemons) as client:

@@ -234,34 +234,27 @@ def directories(root: StorageDir, pattern: Pattern = CHILDREN) -> list[StorageDi
     Lists the root, and of each level below only the directories that the pattern's beginning matches.
     """
     first, *others = pattern.segments
-    try:
-        found = _matching(root, first)
-    except MissingError:
+    found = _matching(root, first)
+    if found is None:
         root.check_bucket()
         return []
     for segment in others:
         if has_wildcard(segment):
-            listed = _each(functools.partial(_matching_if_there, segment=segment), found)
-            found = [each for below in listed for each in below]
+            listed = _each(functools.partial(_matching, segment=segment), found)
+            found = [each for below in listed for each in below or ()]
         else:
             found = [each.child(segment) for each in found]
     return found
 
 
-def _matching(directory: StorageDir, segment: str) -> list[StorageDir]:
-    """The directories in this one that a segment of a pattern matches. Raises MissingError."""
-    return [
-        directory.child(entry.name)
-        for entry in directory.list()
-        if entry.is_directory and segment_matches(segment, entry.name)
-    ]
-
-
-def _matching_if_there(directory: StorageDir, segment: str) -> list[StorageDir]:
+def _matching(directory: StorageDir, segment: str) -> list[StorageDir] | None:
+    """The directories in this one that a segment of a pattern matches; None: it doesn't exist."""
     try:
-        return _matching(directory, segment)
+        entries = directory.list()
     except MissingError:
-        return []  # removed a moment ago
+        return None
+    names = [each.name for each in entries if each.is_directory]
+    return [directory.child(name) for name in names if segment_matches(segment, name)]
 
 
 def _each(function: Callable[[_In], _Out], items: Sequence[_In]) -> list[_Out]:
