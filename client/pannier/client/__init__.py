@@ -53,6 +53,7 @@ from pannier.common.save_interval import Advice
 from pannier.wire.errors import (
     BusyError,
     CheckpointExistsError,
+    CommitCallbackError,
     ConfigurationError,
     DeadlineError,
     InDoubtError,
@@ -437,6 +438,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointInfo",
     "Client",
+    "CommitCallbackError",
     "ConfigurationError",
     "DeadlineError",
     "ExportResult",

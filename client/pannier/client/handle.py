@@ -22,7 +22,13 @@ from pannier.client.interrupts import Condition, SafeFuture
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.user_errors import description, without_frames
 from pannier.v1 import save_pb2
-from pannier.wire.errors import InDoubtError, PannierError, SaveAbortedError, SaveSkippedError
+from pannier.wire.errors import (
+    CommitCallbackError,
+    InDoubtError,
+    PannierError,
+    SaveAbortedError,
+    SaveSkippedError,
+)
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -149,8 +155,10 @@ class UnretrievedErrors:
             raise raised[0]
         # By rank, the cause of the earliest save counts.
         failures = [f for error in reversed(raised) for f in error.failures.values()]
-        # One that may be committed must not be raised as one that is not.
-        kind = next((InDoubtError for e in raised if isinstance(e, InDoubtError)), type(raised[0]))
+        # One that may be committed must not be raised as one that is not, and one that is must not hide others.
+        order = (InDoubtError, SaveAbortedError)
+        first = next((e for kind in order for e in raised if isinstance(e, kind)), raised[0])
+        kind = InDoubtError if isinstance(first, InDoubtError) else type(first)
         raise kind("; and ".join(map(str, raised)), failures)
 
 
@@ -164,42 +172,48 @@ class CommitCallbacks:
     def __init__(self, errors: UnretrievedErrors) -> None:
         self._errors = errors
         self._changed = Condition()
-        self._running = 0
+        self._running: set[threading.Thread] = set()
 
     def start(self, callback: Callable[[SaveResult], object], result: SaveResult) -> None:
         """Calls ``callback`` in a thread, which the interpreter's end waits for."""
-        with self._changed:
-            self._running += 1
         thread = threading.Thread(
-            target=self._run, args=(callback, result), name="pannier-commit", daemon=False
+            target=lambda: self._run(thread, callback, result), name="pannier-commit", daemon=False
         )
+        with self._changed:
+            self._running.add(thread)
         try:
             thread.start()
         except RuntimeError:  # the interpreter is ending and starts no threads
-            self._run(callback, result)
+            self._run(thread, callback, result)
 
     def wait(self, timeout: float | None) -> bool:
-        """Waits until none runs; False when ``timeout`` seconds pass first."""
+        """Waits until none runs but the one that calls this; False when ``timeout`` seconds pass first."""
+        own = {threading.current_thread()}
         with self._changed:
-            return self._changed.wait_for(lambda: not self._running, timeout)
+            return self._changed.wait_for(lambda: self._running <= own, timeout)
 
-    def _run(self, callback: Callable[[SaveResult], object], result: SaveResult) -> None:
+    def _run(
+        self,
+        thread: threading.Thread,
+        callback: Callable[[SaveResult], object],
+        result: SaveResult,
+    ) -> None:
         try:
             callback(result)
         except Exception as error:  # noqa: BLE001 - the user's code: its error is the next call's
             name = getattr(callback, "__qualname__", type(callback).__name__)
-            failed = PannierError(
+            failed = CommitCallbackError(
                 f"the commit callback {name} of {result.checkpoint_id}, which is committed, failed: "
                 f"{description(error)}"
             )
-            failed.__cause__ = error
+            # Not as its cause, whose frames would hold what the callback had.
             _log.error("%s", failed, exc_info=error)
             outcome = Outcome()
             outcome.fail(failed)
             self._errors.add(outcome)
         finally:
             with self._changed:
-                self._running -= 1
+                self._running.discard(thread)
                 self._changed.notify_all()
 
 
@@ -308,7 +322,7 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
 
         In a thread made for that; at once if it is committed already. ``wait_all()`` waits for it, and so does the
         end of the process for one that has begun. The save doesn't fail by what it raises: that is logged, and raised by
-        the next call on the client. A process that ends before the commit doesn't call it: files that must
+        the next call on the client, as a CommitCallbackError. A process that ends before the commit doesn't call it: files that must
         be there with the checkpoint are for ``async_save(extra_files=...)``.
         """
         # Of the handle it refers to nothing, which would keep it alive.

@@ -171,6 +171,10 @@ class LoadError(PannierError):
     """A checkpoint could not be loaded; ``failures`` has the causes by rank."""
 
 
+class CommitCallbackError(PannierError):
+    """A function that was called after a commit raised; the checkpoint is committed all the same."""
+
+
 class StorageError(PannierError):
     """Storage refused or lost an operation."""
 

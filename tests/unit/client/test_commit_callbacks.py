@@ -7,9 +7,17 @@ from contextlib import suppress
 import pytest
 import torch
 
-from pannier.client import Client, DeadlineError, PannierError, SaveAbortedError, SaveResult
+from pannier.client import (
+    Client,
+    CommitCallbackError,
+    DeadlineError,
+    InDoubtError,
+    PannierError,
+    SaveAbortedError,
+    SaveResult,
+)
 from pannier.client.config import Settings
-from pannier.client.handle import Resolver, SaveHandle, skipped
+from pannier.client.handle import Outcome, Resolver, SaveHandle, UnretrievedErrors, skipped
 from pannier.wire.errors import SaveSkippedError
 from support.actors.scripted_sidecar import ScriptedSidecar
 from support.processes.stretch import BOUND_S
@@ -77,8 +85,42 @@ def test_what_it_raises_is_the_next_calls_error_and_the_save_stands(
     handle = client.async_save(state(), checkpoint_id="/x/y", on_commit=broken)
     assert handle.result(BOUND_S).checkpoint_id == "/x/y"
     with pytest.raises(
-        PannierError, match=r"broken of /x/y, which is committed, failed: .*No space"
+        CommitCallbackError, match=r"broken of /x/y, which is committed, failed: .*No space"
     ):
         client.wait_all(BOUND_S)
     assert "No space left on device" in caplog.text
     client.save(state(), checkpoint_id="/x/z")
+
+
+def test_it_may_wait_for_all_other_saves(client: Client) -> None:
+    waited = threading.Event()
+
+    def wait(_: SaveResult) -> None:
+        client.wait_all(BOUND_S)
+        waited.set()
+
+    client.async_save(state(), checkpoint_id="/x/y", on_commit=wait)
+    client.wait_all(BOUND_S)
+    assert waited.is_set()
+
+
+@pytest.mark.parametrize(
+    ("others", "kind"),
+    [
+        ((), CommitCallbackError),
+        ((SaveAbortedError("aborted"),), SaveAbortedError),
+        ((SaveAbortedError("aborted"), InDoubtError("in doubt")), InDoubtError),
+    ],
+)
+def test_its_error_hides_no_failed_save(
+    others: tuple[PannierError, ...], kind: type[PannierError]
+) -> None:
+    unretrieved = UnretrievedErrors()
+    for error in (CommitCallbackError("no room for meta.pt"), *others):
+        outcome = Outcome()
+        outcome.fail(error)
+        unretrieved.add(outcome)
+    with pytest.raises(kind, match=r"no room for meta\.pt") as raised:
+        unretrieved.raise_all()
+    assert type(raised.value) is kind
+    assert all(str(error) in str(raised.value) for error in others)
