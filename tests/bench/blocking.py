@@ -1,4 +1,5 @@
-"""How long ``async_save`` keeps the training loop: against a warm copy of the same tensors.
+"""How long ``async_save`` keeps the training loop, against a warm copy of the same tensors; and what the
+process spends on the save afterwards.
 
 Save and copy take turns in one process, on the same tensors. The copy is a loop of ``copy_`` on
 torch's default number of threads, into memory that was touched before.
@@ -9,7 +10,7 @@ from typing import Any
 
 from tests.bench.embedded import Place, Ways, rest
 from tests.bench.parts import GIB, WARM_UP, Row, arguments, finish, parsed, say, sized
-from tests.bench.timing import milliseconds, ratio, timed
+from tests.bench.timing import ThreadCpu, milliseconds, ratio, timed
 from tests.bench.training import Copies, State, change, make_state
 
 ALLOWED_RATIO = 1.15
@@ -18,15 +19,22 @@ SMALL = (10_000, 4096)
 """Tensors, and bytes of each."""
 ALLOWED_SMALL = 1.5
 ALLOWED_FIRST = 1.5
+ALLOWED_CPU_S = 0.010
+"""Of this process, from the return of the call until the commit."""
+ALLOWED_INGEST_S = 0.020
+"""From the end of the staging."""
 
 
 def measure(state: State, transport: str, saves: int) -> dict[str, Any]:
-    """Seconds of the call and of the copy, by turns; and of the first call."""
+    """Seconds of the call and of the copy, by turns; of the first call; and of what follows each call."""
     from pannier import client
 
     copies = Copies(state)
     called: list[float] = []
     copied: list[float] = []
+    after: list[float] = []
+    threads: list[dict[str, float]] = []
+    ingested: list[float] = []
     ways, prepared = Ways(), 0.0
     with Place(transport) as place:
         if hasattr(client, "prepare"):
@@ -38,8 +46,12 @@ def measure(state: State, transport: str, saves: int) -> dict[str, Any]:
                 change(state)
                 spent, handle = timed(client.async_save, state, checkpoint_id=target)
                 called.append(spent)
+                cpu = ThreadCpu()
                 ways.add(handle)
-                handle.result()
+                ingested.append(handle.result().seconds["ingest"])
+                spent, by_thread = cpu.stop()
+                after.append(spent)
+                threads.append(by_thread)
             rest()
     return {
         "prepared_s": prepared,
@@ -47,6 +59,9 @@ def measure(state: State, transport: str, saves: int) -> dict[str, Any]:
         "first_s": called[0],
         "called_s": called[WARM_UP:],
         "copied_s": copied[WARM_UP:],
+        "cpu_after_s": after[WARM_UP:],
+        "cpu_after_by_thread_s": threads[WARM_UP:],
+        "ingested_s": ingested[WARM_UP:],
     }
 
 
@@ -67,6 +82,43 @@ def row_of_large(found: dict[str, Any], options: Any, transport: str) -> Row:
         + f"memcpy {milliseconds(copy)} "
         f"({options.bytes / GIB / copy:.1f} GiB/s){found['note']}",
     )
+
+
+def rows_of_after(found: dict[str, Any], options: Any, transport: str) -> list[Row]:
+    """What a save costs the process after the call, and how soon it may die."""
+    judged = transport == "mapped"
+    cpu, ingested = (statistics.median(found[name]) for name in ("cpu_after_s", "ingested_s"))
+    names = {name for each in found["cpu_after_by_thread_s"] for name in each}
+    medians = {
+        name: statistics.median(each.get(name, 0.0) for each in found["cpu_after_by_thread_s"])
+        for name in names
+    }
+    shares = ", ".join(
+        f"{name} {milliseconds(spent)}"
+        for name, spent in sorted(medians.items(), key=lambda pair: -pair[1])
+        if spent >= 0.0002
+    )
+
+    def spread(name: str) -> str:
+        return f"({milliseconds(min(found[name]))} to {milliseconds(max(found[name]))})"
+
+    of = f"{transport}, {sized(options.bytes)}"
+    return [
+        Row(
+            f"the trainer's own CPU after `async_save` has returned, {of}",
+            f"≤ {milliseconds(ALLOWED_CPU_S)}" if judged else "",
+            f"{milliseconds(cpu)} {spread('cpu_after_s')}",
+            cpu <= ALLOWED_CPU_S if judged else None,
+            f"by thread: {shares}",
+        ),
+        Row(
+            f"from the end of the staging until ingested, {of}",
+            f"≤ {milliseconds(ALLOWED_INGEST_S)}" if judged else "",
+            f"{milliseconds(ingested)} {spread('ingested_s')}",
+            ingested <= ALLOWED_INGEST_S if judged else None,
+            "sealed, handed over, journalled, and the plan confirmed",
+        ),
+    ]
 
 
 def row_of_first(found: dict[str, Any], options: Any, transport: str) -> Row:
@@ -113,6 +165,7 @@ def main() -> None:
         rows = [
             row_of_large(found, options, options.transport),
             row_of_first(found, options, options.transport),
+            *rows_of_after(found, options, options.transport),
         ]
     finish(options, rows, found)
 
