@@ -178,7 +178,7 @@ def test_uploads_share_one_limit(tmp_path: Path) -> None:
 def test_a_cancelled_call_does_not_wait_for_the_limit() -> None:
     async def test() -> None:
         threads = UploadThreads(1, RateLimit(1))
-        await threads.run(lambda turn: turn.take(10_000_000))
+        await threads.run(lambda turn: turn.take(1_000_000))
         waiting = asyncio.create_task(threads.run(lambda turn: turn.take(1)))
         # It holds no core meanwhile.
         await threads.run(lambda turn: None)
