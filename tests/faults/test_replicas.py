@@ -99,7 +99,12 @@ def test_what_a_lost_host_had_ingested_is_uploaded_by_the_host_with_its_replica(
     coordinator = hosts.daemons.coordinator
     with hosts.party("lost") as ranks:
         ranks.save(target, 1)
-        status = await_save(coordinator.address, target, lambda s: s.replicated_ranks == 2)
+        # The holders report that they have all of it, and the senders where it is.
+        status = await_save(
+            coordinator.address,
+            target,
+            lambda s: s.replicated_ranks == 2 and all(rank.replica_host for rank in s.ranks),
+        )
         assert {(rank.rank, rank.replica_host) for rank in status.ranks} == {
             (0, "node-1"),
             (1, "node-0"),
