@@ -106,15 +106,17 @@ def key_of(item: WriteItem) -> Key:
 
 
 def values_of(state: Any, save_items: Sequence[WriteItem]) -> dict[Key, Any]:
-    """Copies of a state's values now, by item; of distributed tensors this rank's part."""
+    """Copies of a state's values now, by item, on the host; of distributed tensors this rank's part."""
     flat, _ = torch_compat.flatten_state_dict(expand(state))
     found = {}
     for item in save_items:
         value = flat[item.index.fqn]
         if isinstance(value, DTensor):
             value = value.to_local()
-        found[key_of(item)] = copy.deepcopy(
-            value.detach() if isinstance(value, torch.Tensor) else value
+        found[key_of(item)] = (
+            value.detach().to("cpu", copy=True)
+            if isinstance(value, torch.Tensor)
+            else copy.deepcopy(value)
         )
     return found
 
