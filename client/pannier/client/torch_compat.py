@@ -30,6 +30,15 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+try:
+    # Since torch 2.14.
+    from torch.distributed.checkpoint.protocol import (  # type: ignore[import-not-found,unused-ignore]
+        _is_checkpointable_tensor,
+        _validate_checkpointable_tensor_metadata,
+    )
+except ImportError:
+    _is_checkpointable_tensor = None
+
 GLOBAL_PLANNING = (
     "create_global_plan",
     "_create_global_plan",
@@ -126,8 +135,28 @@ def in_mesh(value: DTensor) -> bool:
     return value.device_mesh.get_coordinate() is not None
 
 
-def shard_problem(value: DTensor) -> str:
-    """Why DCP would store or load this rank's part of a DTensor in a wrong place; empty: it wouldn't.
+def shard_problem(value: torch.Tensor) -> str:
+    """Why DCP can't store or load this rank's part of a tensor in its place; empty: it can."""
+    if isinstance(value, DTensor):
+        return _dtensor_problem(value)
+    # Few tensors have the attribute: the others are checked only for those.
+    if hasattr(value, "global_shape") and _is_checkpointable_tensor is not None:
+        return _description_problem(value)
+    return ""
+
+
+def _description_problem(value: torch.Tensor) -> str:
+    """Why a tensor's description as a ``CheckpointableTensor`` can't be right; empty: it can, or it has none."""
+    try:
+        if _is_checkpointable_tensor(value):
+            _validate_checkpointable_tensor_metadata(value)
+    except (ValueError, TypeError) as error:
+        return f"what it says of its shards as a CheckpointableTensor is wrong: {error}"
+    return ""
+
+
+def _dtensor_problem(value: DTensor) -> str:
+    """Why DCP would take a DTensor's part for another; empty: it wouldn't.
 
     DCP describes a part by its first element and a shape. With FSDP over tensor parallelism, whose first placement
     is a ``_StridedShard``, a part is one block of the whole. In other layouts of that placement it has rows from

@@ -16,11 +16,12 @@ from pannier.client.planning import state_fingerprint
 from pannier.client.planning.state_fingerprint import fingerprint
 from pannier.client.staging.arena_pool import ArenaPool
 from pannier.v1 import sidecar_pb2
-from pannier.wire.errors import PannierError
+from pannier.wire.errors import InvalidRequestError, PannierError
 from pannier.wire.plan_columns import decode_column
 from support.actors.scripted import attempt_of
 from support.actors.scripted_sidecar import ScriptedSidecar
 from support.actors.staged import plan, stage_all, write_checkpoint
+from support.actors.staged_saves import StagedSaves
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 torch_2_14 = pytest.mark.skipif(
@@ -160,3 +161,53 @@ def test_shards_are_staged_as_the_global_tensor_and_loaded(tmp_path: Path) -> No
     rows = part(5, rows=3)
     pannier_client.load({"w": rows}, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(rows, whole[5:])
+
+
+@torch_2_14
+def test_each_save_has_the_values_and_places_of_its_step() -> None:
+    """Of one tensor object, which is changed, described otherwise, and is a parameter."""
+    saves = StagedSaves()
+    weight: Any = torch.nn.Parameter(part(0))
+    described_as(weight, part(0))
+    shards: Any = padded(torch.zeros(8, 3))
+    planned = []
+    for step, at in enumerate((0, 0, 6, 6, 0)):
+        weight.data.fill_(step)
+        weight.global_offsets = ((at, 0),)
+        whole = torch.full((8, 3), float(step)) + torch.arange(3)
+        shards.copy_(padded(whole))
+        save = saves.stage({"w": weight, "s": shards})
+        found = save.contents()
+        assert {key for key in found if key[0] == "w"} == {("w", (at, 0))}
+        assert torch.equal(found["w", (at, 0)], weight.detach())
+        assert torch.equal(found["s", (3, 0)], whole[3:])
+        assert torch.equal(found["s", (0, 0)], whole[:3])
+        saves.release(save)
+        planned.append(save.was_planned)
+    saves.close()
+    assert planned == [True, False, True, False, False]
+
+
+def described_as(tensor: Any, other: Any) -> None:
+    for name in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):
+        setattr(tensor, name, getattr(other, name))
+
+
+WRONG: list[dict[str, Any]] = [
+    {"global_offsets": ((7, 0),)},
+    {"global_offsets": ((0, 0), (2, 0))},
+    {"global_offsets": None},
+    {"global_shape": (8,)},
+    {"local_sizes": ((3, 3),)},
+]
+
+
+@torch_2_14
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_wrong_description_is_refused_by_name(wrong: dict[str, Any], tmp_path: Path) -> None:
+    state = {"m": {"w": described(**wrong)}}
+    with pytest.raises(InvalidRequestError, match=r"'m.w' can't be saved: .*CheckpointableTensor"):
+        plan(state)
+    dcp.save({"m": {"w": torch.ones(8, 3)}}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(InvalidRequestError, match=r"'m.w' can't be loaded: .*CheckpointableTensor"):
+        pannier_client.load(state, checkpoint_id=tmp_path, no_dist=True)

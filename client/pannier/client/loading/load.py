@@ -263,7 +263,7 @@ def _fill(
         for key in sorted(state_dict):
             value = state_dict[key]
             values[key] = value.state_dict() if _is_stateful(value) else value
-        for name, tensor in _dtensors(values):
+        for name, tensor in _tensors(values):
             if problem := torch_compat.shard_problem(tensor):
                 raise InvalidRequestError(f"{name!r} can't be loaded: {problem}")
         metadata = reader.read_metadata()
@@ -302,15 +302,15 @@ def _is_stateful(value: object) -> TypeGuard[Stateful]:
     return type(value) not in _NOT_STATEFUL and isinstance(value, Stateful)
 
 
-def _dtensors(container: Any, path: str = "") -> Iterator[tuple[str, DTensor]]:
-    """The DTensors at any depth of mappings and lists, by their keys."""
+def _tensors(container: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors at any depth of mappings and lists, by their keys."""
     items = container.items() if isinstance(container, Mapping) else enumerate(container)
     for key, value in items:
         name = f"{path}.{key}" if path else str(key)
-        if isinstance(value, DTensor):
+        if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, Mapping | list | tuple):
-            yield from _dtensors(value, name)
+            yield from _tensors(value, name)
 
 
 def _misfit(values: dict[str, Any], metadata: Metadata) -> str:

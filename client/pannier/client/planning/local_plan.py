@@ -306,7 +306,7 @@ def _problem(value: torch.Tensor) -> str | None:
             f"a DTensor with placements {tuple(value.placements)} is not reduced yet; redistribute "
             "it to Shard or Replicate first"
         )
-    if isinstance(value, DTensor) and (misplaced := torch_compat.shard_problem(value)):
+    if misplaced := torch_compat.shard_problem(value):
         return misplaced
     for tensor in torch_compat.local_tensors(value):
         if isinstance(tensor, torch_compat.ShardedTensor):
