@@ -371,14 +371,16 @@ def test_room_for_one_block_serves_many_ranks_also_after_one_has_died(
     data = whole_blocks(12)
     checkpoint = stored(server, data)
     sidecar = small.daemons.sidecar
-    with ThreadPoolExecutor(4) as pool, ExitStack() as stack:
+    with ThreadPoolExecutor(16) as pool, ExitStack() as stack:
         with small.reader(0, checkpoint, rank=9) as killed:
             killed.request(0)
             killed.content(killed.next())
             before = most_memory(sidecar)
             # Its stream ends with a block that it never released.
-        readers = [stack.enter_context(small.reader(0, checkpoint, rank=rank)) for rank in range(4)]
-        for content in pool.map(lambda reader: reader.read(12, readers=4), readers):
+        readers = [
+            stack.enter_context(small.reader(0, checkpoint, rank=rank)) for rank in range(16)
+        ]
+        for content in pool.map(lambda reader: reader.read(12, readers=16), readers):
             assert content == data
         for reader in readers:
             assert reader.memory is not None

@@ -22,7 +22,7 @@ from pannier.sidecar.restore.block_cache import (
 from pannier.sidecar.restore.block_memory import BlockMemory
 from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import OverloadedError, StorageError
-from support.processes.stretch import until
+from support.processes.stretch import BOUND_S, until
 
 MIB = 1 << 20
 
@@ -226,6 +226,32 @@ def test_a_block_that_is_mapped_never_goes_and_its_reader_is_named(
             request.release()
             await other.read(2)
             assert reader.cache.used == len(content(2))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["released", "left"])
+def test_who_waits_for_room_gets_it_once_a_block_may_go(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(timeouts, "BLOCK_ROOM_S", 0.01 if how == "released" else math.inf)
+    monkeypatch.setattr(timeouts, "BLOCK_FULL_S", 100 * BOUND_S)
+
+    async def main() -> None:
+        async with reading(1) as reader:
+            reader.cache.enter("earlier")
+            # Another one is to read it, too: it stays when it is released.
+            request = reader.request(1, readers=2, load="earlier")
+            await hold(request)
+            if how == "left":
+                request.release()
+            waiting = asyncio.create_task(reader.read(2))
+            await until(reader.cache._room.locked)
+            if how == "released":
+                request.release()
+            else:
+                reader.cache.leave("earlier")
+            await asyncio.wait_for(waiting, BOUND_S)
 
     asyncio.run(main())
 

@@ -179,6 +179,7 @@ class BlockCache:
         self._memory: BlockMemory | None = None
         self._free = list(range(self.slots))
         self._freed = asyncio.Event()
+        """A slot is free, or a block may go that couldn't before, or sooner."""
         self._room = asyncio.Lock()
         self._near = asyncio.Semaphore(fetches)
         self._remote = asyncio.Semaphore(fetches)
@@ -225,6 +226,7 @@ class BlockCache:
             del self._loads[load]
             self._impatient.discard(load)
             self._ended[load] = time.monotonic()
+            self._freed.set()
 
     def request(self, wanted: WantedBlock, reader: str) -> BlockRequest:
         """Begins to fetch a block, unless it is here or under way.
@@ -275,6 +277,8 @@ class BlockCache:
 
     def _settle(self, block: _Block) -> None:
         """After a reader has left: ends a fetch for none, and drops a block without further readers."""
+        if block.is_evictable:
+            self._freed.set()
         if block.waiting or block.holders:
             return
         if block.slot is None:
