@@ -261,6 +261,8 @@ def test_saves_of_one_job_never_have_more_than_two_sets_of_files_in_the_spool(
     assert copies(daemons) == [f"{root}/step-10"]
     shown = pannier("status", "--address", daemons.sidecar_address)
     assert f"here for loads: 20.0 MiB of {root}/step-10\n" in shown.out
+    # What made way for saves has newer ones in its place.
+    assert "no longer here" not in shown.out
 
 
 def test_the_copy_survives_many_saves_of_another_job(daemons: Daemons, server: GcsServer) -> None:
@@ -294,6 +296,12 @@ def test_a_save_that_needs_the_room_takes_it_and_says_so(daemons: Daemons) -> No
     assert (
         f"the local copy of {root}/step-1 (20.0 MiB) ends: the spool is full"
         in daemons.sidecar.log()
+    )
+    (gone,) = listed(daemons.sidecar_address).evicted_copies
+    assert (gone.checkpoint_id, gone.reason) == (f"{root}/step-1", "the spool is full")
+    shown = pannier("status", "--address", daemons.sidecar_address)
+    assert re.search(
+        rf"no longer here: 20.0 MiB of {root}/step-1: the spool is full, .* ago\n", shown.out
     )
     files, _, _, _ = load(daemons, root, 1)
     assert files.keys() == {"bucket"}

@@ -19,7 +19,7 @@ class ListSavesRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., states: _Optional[_Iterable[_Union[_save_pb2.SaveState, str]]] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class ListSavesResponse(_message.Message):
-    __slots__ = ("saves", "daemon_state", "host", "version", "bytes_queued", "oldest_upload_s", "spool_bytes", "spool_leased_bytes", "spool_held_bytes", "spool_saves_bytes", "spool_capacity_bytes", "spool_free_bytes", "trainers", "local_copies", "loads", "upload_limit", "upload_limited")
+    __slots__ = ("saves", "daemon_state", "host", "version", "bytes_queued", "oldest_upload_s", "spool_bytes", "spool_leased_bytes", "spool_held_bytes", "spool_saves_bytes", "spool_capacity_bytes", "spool_free_bytes", "trainers", "local_copies", "loads", "upload_limit", "upload_limited", "evicted_copies")
     SAVES_FIELD_NUMBER: _ClassVar[int]
     DAEMON_STATE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class ListSavesResponse(_message.Message):
     LOADS_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_LIMIT_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_LIMITED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_COPIES_FIELD_NUMBER: _ClassVar[int]
     saves: _containers.RepeatedCompositeFieldContainer[_save_pb2.SaveStatus]
     daemon_state: str
     host: str
@@ -54,7 +55,8 @@ class ListSavesResponse(_message.Message):
     loads: _containers.RepeatedCompositeFieldContainer[_load_status_pb2.LoadStatus]
     upload_limit: int
     upload_limited: bool
-    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ..., daemon_state: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., bytes_queued: _Optional[int] = ..., oldest_upload_s: _Optional[float] = ..., spool_bytes: _Optional[int] = ..., spool_leased_bytes: _Optional[int] = ..., spool_held_bytes: _Optional[int] = ..., spool_saves_bytes: _Optional[int] = ..., spool_capacity_bytes: _Optional[int] = ..., spool_free_bytes: _Optional[int] = ..., trainers: _Optional[int] = ..., local_copies: _Optional[_Iterable[_Union[LocalCopy, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[_load_status_pb2.LoadStatus, _Mapping]]] = ..., upload_limit: _Optional[int] = ..., upload_limited: bool = ...) -> None: ...
+    evicted_copies: _containers.RepeatedCompositeFieldContainer[EvictedCopy]
+    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ..., daemon_state: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., bytes_queued: _Optional[int] = ..., oldest_upload_s: _Optional[float] = ..., spool_bytes: _Optional[int] = ..., spool_leased_bytes: _Optional[int] = ..., spool_held_bytes: _Optional[int] = ..., spool_saves_bytes: _Optional[int] = ..., spool_capacity_bytes: _Optional[int] = ..., spool_free_bytes: _Optional[int] = ..., trainers: _Optional[int] = ..., local_copies: _Optional[_Iterable[_Union[LocalCopy, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[_load_status_pb2.LoadStatus, _Mapping]]] = ..., upload_limit: _Optional[int] = ..., upload_limited: bool = ..., evicted_copies: _Optional[_Iterable[_Union[EvictedCopy, _Mapping]]] = ...) -> None: ...
 
 class LocalCopy(_message.Message):
     __slots__ = ("checkpoint_id", "save", "attempt", "files", "bytes")
@@ -69,6 +71,18 @@ class LocalCopy(_message.Message):
     files: int
     bytes: int
     def __init__(self, checkpoint_id: _Optional[str] = ..., save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., files: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class EvictedCopy(_message.Message):
+    __slots__ = ("checkpoint_id", "bytes", "reason", "evicted_at")
+    CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_AT_FIELD_NUMBER: _ClassVar[int]
+    checkpoint_id: str
+    bytes: int
+    reason: str
+    evicted_at: float
+    def __init__(self, checkpoint_id: _Optional[str] = ..., bytes: _Optional[int] = ..., reason: _Optional[str] = ..., evicted_at: _Optional[float] = ...) -> None: ...
 
 class GetSaveRequest(_message.Message):
     __slots__ = ("id",)

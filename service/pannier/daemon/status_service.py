@@ -44,6 +44,8 @@ class Backlog:
     """Requests for room in the spool that were refused since the start, which clients repeat."""
     local_copies: Sequence[status_pb2.LocalCopy] = ()
     """Committed checkpoints whose files are still in the spool, newest first."""
+    evicted_copies: Sequence[status_pb2.EvictedCopy] = ()
+    """The last ones that ended before a newer one was there, newest first."""
     local_copies_served: int = 0
     """Bytes of their files that loads have opened since the start."""
     local_copies_evicted: int = 0
@@ -139,6 +141,7 @@ def describe_daemon(daemon_info: DaemonInfo) -> status_pb2.ListSavesResponse:
         spool_free_bytes=backlog.free_bytes,
         trainers=None if daemon_info.trainers is None else daemon_info.trainers(),
         local_copies=backlog.local_copies,
+        evicted_copies=backlog.evicted_copies,
         upload_limit=backlog.upload_limit,
         upload_limited=backlog.upload_limited,
     )

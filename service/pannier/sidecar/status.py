@@ -136,6 +136,7 @@ def backlog(
         free_bytes=min(usage.capacity, usage.free + kept),
         refusals=mapped.refusals,
         local_copies=tuple(blocks.copies.statuses()),
+        evicted_copies=tuple(blocks.copies.evictions()),
         local_copies_served=blocks.copies.served,
         local_copies_evicted=blocks.copies.evicted,
         blocks_bytes=blocks.cache.used,

@@ -195,6 +195,20 @@ def test_a_file_with_another_stamp_is_lost_to_another_save(
     assert made.copies.evicted == 1
 
 
+def test_what_ended_early_is_shown_once_until_a_newer_one_is_there(made: Copies) -> None:
+    first, second = made.commit(1, sizes=(MIB, MIB))
+    for file in (first, second):
+        made.run(made.copies.restaged(file))
+    (shown,) = made.copies.evictions()
+    assert (shown.bytes, shown.reason) == (2 * MIB, "a trainer stages another save there")
+    assert shown.checkpoint_id.endswith("/step-1")
+    made.commit(2, group="g87654321")
+    made.run(made.copies.evict_oldest())
+    assert [each.checkpoint_id[-1] for each in made.copies.evictions()] == ["2", "1"]
+    made.commit(3)
+    assert [each.checkpoint_id[-1] for each in made.copies.evictions()] == ["2"]
+
+
 def test_a_load_whose_descriptors_cannot_be_opened_gets_none(
     made: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,9 @@ def command(
         )
     for copy in listed.local_copies:
         output.say(f"here for loads: {output.size(copy.bytes)} of {copy.checkpoint_id}")
+    for gone in listed.evicted_copies:
+        what = f"{output.size(gone.bytes)} of {gone.checkpoint_id}"
+        output.say(f"no longer here: {what}: {gone.reason}, {output.ago(gone.evicted_at)}")
     if listed.saves:
         output.show(save_view.saves_table(listed.saves), wide=wide)
     else:

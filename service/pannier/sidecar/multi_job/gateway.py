@@ -130,6 +130,7 @@ def _sum(answers: Iterable[status_pb2.ListSavesResponse], spool: Path) -> Backlo
         capacity_bytes=min(capacity, sum(answer.spool_capacity_bytes for answer in each)),
         free_bytes=min(free, sum(answer.spool_free_bytes for answer in each)),
         local_copies=[copy for answer in each for copy in answer.local_copies],
+        evicted_copies=[copy for answer in each for copy in answer.evicted_copies],
         upload_limit=sum(answer.upload_limit for answer in each),
         upload_limited=any(answer.upload_limited for answer in each),
     )

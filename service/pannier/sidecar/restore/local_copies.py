@@ -11,7 +11,7 @@ import logging
 import posixpath
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -32,6 +32,8 @@ _SETS: Final = 2.05
 """Sets of files that a job may have in the spool, its copies included; the rest is for whole pages and stamps."""
 MOST_LOCATED: Final = 1024
 """Files of one response, each of which becomes a descriptor; a load reads more from storage."""
+_EVICTIONS: Final = 4
+"""That operators are shown."""
 _RESTAGED: Final = "a trainer stages another save there"
 _FULL: Final = "the spool is full"
 
@@ -109,6 +111,17 @@ class LocalCopy:
         return self.save.job == job or (unnamed and self.root in roots)
 
 
+@dataclass
+class _Eviction:
+    """What ended of a copy before a newer one was there."""
+
+    copy: LocalCopy
+    size: int
+    why: str
+    at: float
+    """Unix time."""
+
+
 def _order(copy: LocalCopy) -> tuple[int, int]:
     attempt = Attempt.parse(copy.attempt)
     return attempt.incarnation_number, attempt.number
@@ -128,6 +141,8 @@ class LocalCopies:
         """Bytes of the files that loads have opened."""
         self.evicted = 0
         """Copies that ended for lack of room."""
+        self._evictions: deque[_Eviction] = deque(maxlen=_EVICTIONS)
+        """Newest first."""
         self._making_way = asyncio.Lock()
         mapped.set_copies(self)
 
@@ -147,6 +162,18 @@ class LocalCopies:
                 bytes=copy.size,
             )
             for copy in reversed(self._copies)
+        ]
+
+    def evictions(self) -> list[status_pb2.EvictedCopy]:
+        """For operators, newest first."""
+        return [
+            status_pb2.EvictedCopy(
+                checkpoint_id=each.copy.checkpoint_id,
+                bytes=each.size,
+                reason=each.why,
+                evicted_at=each.at,
+            )
+            for each in self._evictions
         ]
 
     def held(self, peer_address: str) -> coordinator_pb2.HeldCopies:
@@ -181,6 +208,9 @@ class LocalCopies:
             await self._end(copy)
             return
         older = [each for each in self._copies if copy.replaces(each)]
+        for eviction in list(self._evictions):
+            if copy.replaces(eviction.copy):
+                self._evictions.remove(eviction)
         self._copies.append(copy)
         self._copies.sort(key=lambda each: each.ended_at)
         for old in older:
@@ -336,6 +366,7 @@ class LocalCopies:
             *(copy.checkpoint_id, size_text(copy.size), why),
             extra={"job": copy.save.job, "checkpoint": copy.checkpoint_id},
         )
+        self._note(copy, copy.size, why)
         await self._end(copy)
 
     async def _lose(self, copy: LocalCopy, problems: Mapping[str, str]) -> None:
@@ -351,11 +382,22 @@ class LocalCopies:
                 *(copy.checkpoint_id, count, why),
                 extra={"job": copy.save.job, "checkpoint": copy.checkpoint_id},
             )
+            size = sum(each.file.size for each in lost if problems[each.file.name] == why)
+            self._note(copy, size, why)
         for each in lost:
             await self._mapped.drop(each.spool_file)
         if not copy.files:
             self.evicted += _RESTAGED in reasons
             await self._end(copy)
+
+    def _note(self, copy: LocalCopy, size: int, why: str) -> None:
+        """For operators: so much of a copy has ended."""
+        last = self._evictions[0] if self._evictions else None
+        if last is not None and last.copy is copy and last.why == why:
+            # A trainer stages into its files one after the other.
+            self._evictions.popleft()
+            size += last.size
+        self._evictions.appendleft(_Eviction(copy, size, why, time.time()))
 
     async def _end(self, copy: LocalCopy) -> None:
         if copy in self._copies:
