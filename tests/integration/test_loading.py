@@ -203,10 +203,59 @@ def dcp_load_refuses_two_generations() -> None:
     assert torch.equal(state["w"], torch.zeros(3))
 
 
+def an_overwritten_checkpoint_is_one_generation_for_all_ranks_of_a_load() -> None:
+    """It is replaced once one rank has read ``.metadata`` for all; files have names of their own, as Pannier's have."""
+
+    import os
+    import pickle
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.planner import LoadPlan
+
+    from pannier.client.loading.load import load
+
+    rank, place = dist.get_rank(), Path(os.environ["ROOT"]) / "one-generation"
+
+    def save(value: float) -> None:
+        new = place.with_name("new")
+        dcp.save({"w": torch.full((3,), value)}, checkpoint_id=new, no_dist=True)
+        (data,) = new.glob("*.distcp")
+        metadata = pickle.loads((new / ".metadata").read_bytes())
+        for info in metadata.storage_data.values():
+            info.relative_path = f"{value}.distcp"
+        (new / ".metadata").write_bytes(pickle.dumps(metadata))
+        place.mkdir(exist_ok=True)
+        data.rename(place / f"{value}.distcp")
+        (new / ".metadata").rename(place / ".metadata")
+
+    if rank == 0:
+        save(1)
+    dist.barrier()
+
+    class Replacing(DefaultLoadPlanner):
+        def create_local_plan(self) -> LoadPlan:
+            # All ranks are beyond the step at which they get .metadata.
+            if rank == 0:
+                save(2)
+            dist.barrier()
+            return super().create_local_plan()
+
+    state = {"w": torch.zeros(3)}
+    load(state, checkpoint_id=place, planner=Replacing())
+    assert torch.equal(state["w"], torch.ones(3))
+    load(state, checkpoint_id=place)
+    assert torch.equal(state["w"], torch.full((3,), 2.0))
+
+
 SCENARIOS = (
     (3, each_group_loads_by_itself),
     (2, what_fails_on_one_rank_fails_on_all_by_name),
     (3, dcp_load_refuses_two_generations),
+    (3, an_overwritten_checkpoint_is_one_generation_for_all_ranks_of_a_load),
 )
 
 
