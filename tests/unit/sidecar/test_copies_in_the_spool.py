@@ -16,7 +16,7 @@ from pannier.sidecar.restore import local_copies
 from pannier.sidecar.restore.local_copies import LocalCopies, LocalFile
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.spool.journal_state import JournalState
-from pannier.sidecar.spool.mapped_files import MappedFiles
+from pannier.sidecar.spool.mapped_files import MappedFiles, close_all
 from pannier.sidecar.spool.recovery import recover
 from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.v1 import journal_pb2, records_pb2, restore_pb2, save_pb2, sidecar_pb2
@@ -207,6 +207,23 @@ def test_what_ended_early_is_shown_once_until_a_newer_one_is_there(made: Copies)
     assert [each.checkpoint_id[-1] for each in made.copies.evictions()] == ["2", "1"]
     made.commit(3)
     assert [each.checkpoint_id[-1] for each in made.copies.evictions()] == ["2"]
+
+
+def test_what_a_trainer_that_ended_held_for_a_moment_more_costs_no_copy_and_no_more_room(
+    made: Copies,
+) -> None:
+    """Its connection ends before its mappings where a thread of it ends late."""
+    made.commit(1)
+    earlier, later = (("job", start, 0) for start in ("0001", "0002"))
+    lease = made.run(made.mapped.reserve(earlier, "", [MIB]))
+    descriptors = made.run(made.mapped.open_descriptors(lease.token, connection := object()))
+    made.run(made.mapped.disconnect(connection))
+    assert made.mapped.leased_bytes()[1]
+    close_all(descriptors)
+    made.run(made.mapped.reserve(later, "", [MIB]))
+    assert made.mapped.leased_bytes()[1] == 0
+    assert made.ids == ["step-1"]
+    assert len(list(made.spool.directory.glob("*.data"))) == 2
 
 
 def test_a_load_whose_descriptors_cannot_be_opened_gets_none(

@@ -166,6 +166,8 @@ class MappedFiles:
         files: list[SpoolFile] = []
         self._requested[job] += sum(sizes)
         try:
+            # A process that ends may hold its files for some milliseconds after its connection has ended.
+            await self._free_held()
             if self._copies is not None:
                 await self._copies.make_way(job, sum(sizes))
             for size in sizes:
@@ -360,6 +362,9 @@ class MappedFiles:
         for lease in list(self._leases):
             if lease.connection is None and now - lease.made_at > timeouts.DESCRIPTORS_FETCH_S:
                 await self._end(lease)
+        await self._free_held()
+
+    async def _free_held(self) -> None:
         held, self._held = self._held, []
         for file in held:
             await self.give_back(file)
