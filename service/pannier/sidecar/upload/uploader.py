@@ -8,6 +8,7 @@ becomes the failure of its rank.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from pannier.attempts.decisions import read_decision
@@ -62,6 +63,8 @@ class Uploader:
         self._stores: dict[tuple[str, str], Store] = {}
         """By save and checkpoint id."""
         self._uploads: dict[RankSave, dict[str, asyncio.Task[bool]]] = {}
+        self._unconfirmed: dict[RankSave, asyncio.Event] = {}
+        """Set when a rank's claim is confirmed for which uploads wait."""
         self._finishing: dict[RankSave, asyncio.Task[None]] = {}
         self._cleanups: dict[RankSave, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -98,6 +101,8 @@ class Uploader:
         ended saves.
         """
         over = save.outcome is not None or (rank is not None and rank.phase in FAILED)
+        if rank is not None and rank in self._unconfirmed and rank.phase is not Phase.HANDED_OVER:
+            self._unconfirmed.pop(rank).set()
         if urgent and over:
             self._clean_up(save, rank)
         elif urgent and rank is not None and rank.phase in (Phase.HANDED_OVER, Phase.INGESTED):
@@ -160,6 +165,7 @@ class Uploader:
 
         async def upload() -> None:
             store = await self._imported_store(rank)
+            await self._let_confirm(rank)
             async with self._slots.slot(store.upload_memory, lambda: not file.complete):
                 info = await store.upload(
                     file.name, SpoolSource(file), progress=progress, retried=retried
@@ -175,6 +181,16 @@ class Uploader:
             self._saves.record_progress(rank)
 
         return await self._or_fail(rank, upload(), f"uploading {file.name}")
+
+    async def _let_confirm(self, rank: RankSave) -> None:
+        """Waits a moment for a claim to be confirmed: where the coordinator writes to the disk that the upload writes
+        to, its few bytes would be synced after the upload's, and the trainer would wait for them.
+        """
+        if rank.phase is Phase.HANDED_OVER:
+            event = self._unconfirmed.setdefault(rank, asyncio.Event())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeouts.CONFIRM_S):
+                    await event.wait()
 
     async def _write_receipt(self, rank: RankSave) -> None:
         """Waits for the files, writes the receipt: then the rank is durable."""
@@ -237,6 +253,7 @@ class Uploader:
 
     async def _stop(self, rank: RankSave) -> None:
         """Cancels the rank's uploads, and frees its spool files unless they are a local copy from now on."""
+        self._unconfirmed.pop(rank, None)
         tasks: list[asyncio.Task[Any]] = list(self._uploads.pop(rank, {}).values())
         finishing = self._finishing.pop(rank, None)
         if finishing is not None:
