@@ -207,8 +207,6 @@ DESCRIPTORS_SEND_S: Final = 2.0 * SCALE
 """For a client to take the descriptors that it asked for."""
 ACCEPT_AGAIN_S: Final = 0.1 * SCALE
 """After a connection that could not be accepted."""
-HUGE_PAGES_S: Final = 2.0 * SCALE
-"""For the huge pages of a spool file: what is still lacking then gets ordinary ones."""
 FILE_RELEASE_S: Final = 10.0 * SCALE
 """How long a file may stay in use after its save has ended: uploads are cancelled meanwhile."""
 FLUSH_S: Final = 1.0 * SCALE

@@ -318,6 +318,10 @@ class SaveRegistry:
         """Saves without an outcome, oldest first."""
         return list(self._undecided.values())
 
+    def rests(self) -> bool:
+        """Whether saves have ended here, and none is under way. Thread-safe."""
+        return bool(self._ended) and not self._undecided
+
     def find(self, context: sidecar_pb2.SaveContext) -> RankSave | None:
         """The rank in its save, if it is known."""
         key = save_text(context.save)

@@ -172,6 +172,7 @@ class Sidecar:
         await self.replicas.tick()
         await reservation_threads.run(self.spool.trim, self._connections.jobs())
         await self._journal.compact()
+        await reservation_threads.run(self.spool.collapse, self.saves.rests)
         if self.auth is not None:
             await reservation_threads.run(self.auth.refresh)
             if self.auth.leaving:

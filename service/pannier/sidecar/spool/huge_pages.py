@@ -1,23 +1,19 @@
 """Huge pages for the spool's files in memory: reading, mapping and sealing them takes half the CPU, or less.
 
-In: a file of a tmpfs that is about to get space. Out: huge pages in it, as far as the kernel has some; the
-caller reserves the rest. That needs no privilege, mount option or setting of the kernel: ``MADV_COLLAPSE`` (Linux
-6.1) goes by none, where tmpfs is mounted with ``huge=never``, too. Blocking, thread-safe; reads no byte of the file.
+In: a part of a file of a tmpfs, with its content. Out: the same content in huge pages, which every process that maps the
+file finds there. That needs no privilege, mount option or setting of the kernel: ``MADV_COLLAPSE`` (Linux
+6.1) goes by none, where tmpfs is mounted with ``huge=never``, too. Blocking, thread-safe.
 """
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
-import time
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from pannier.common import timeouts
-
-_PIECE: Final = 64 << 20
-"""Bytes of one call: what fails, fails after so many."""
 _TMPFS_MAGIC: Final = 0x01021994
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
@@ -33,32 +29,24 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 
 
-def add_huge_pages(fd: int, start: int, end: int) -> int:
-    """Fills bytes ``start`` to ``end`` of a file of a tmpfs with huge pages, and extends it to ``end``.
+def collapse(fd: int, start: int, end: int) -> None:
+    """Moves bytes ``start`` to ``end`` of a file into huge pages, as far as they fill whole ones.
 
-    Returns the bytes that have one; where they end, the kernel had none left or took
-    too long to make them (``timeouts.HUGE_PAGES_S``), or the file system had no space.
+    The kernel allocates them first: in a virtual machine whose host has to supply the memory that takes up to 2 s per GiB of
+    CPU, else about 0.3 s. A process that accesses a page meanwhile waits until that page has moved.
+
+    Raises OSError: the kernel has none, or has none left; or it is no file of a tmpfs.
     """
     size = _huge_page()
-    first, last = -(-start // size) * size if size else 0, end // size * size if size else 0
-    if first >= last or not _is_tmpfs(fd):
-        return 0
-    done = first
-    with suppress(OSError):
-        os.ftruncate(fd, max(end, os.fstat(fd).st_size))
-        end_s = time.monotonic() + timeouts.HUGE_PAGES_S
-        while done < last and time.monotonic() < end_s:
-            piece = min(_PIECE, last - done)
-            # The kernel fills up what has begun, and leaves what is empty alone.
-            for at in range(done, done + piece, size):
-                os.posix_fallocate(fd, at, mmap.PAGESIZE)
-            _collapse(fd, done, piece, size)
-            done += piece
-    return done - first
+    if not size or not _is_tmpfs(fd):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    # The page that begins before ``start`` may be whole by now.
+    first, last = start // size * size, end // size * size
+    if first < last:
+        _collapse(fd, first, last - first, size)
 
 
 def _collapse(fd: int, offset: int, length: int, size: int) -> None:
-    """Raises OSError: not all of it has huge pages."""
     # An address that is a multiple of the huge page.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     with closing(mmap.mmap(-1, length + size, flags=flags)) as room:
@@ -83,9 +71,8 @@ def _is_tmpfs(fd: int) -> bool:
 
 @functools.cache
 def _huge_page() -> int:
-    """Bytes of one; 0: the kernel has none, or only such as are larger than a piece."""
+    """Bytes of one; 0: the kernel has none."""
     try:
-        size = int(_SIZE.read_text())
+        return int(_SIZE.read_text())
     except (OSError, ValueError):
         return 0
-    return size if size <= _PIECE else 0

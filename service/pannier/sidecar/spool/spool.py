@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Final
 
 from pannier.common import fault_points, timeouts
 from pannier.daemon.listeners import make_private_directory
-from pannier.sidecar.spool.huge_pages import add_huge_pages
+from pannier.sidecar.spool.huge_pages import collapse
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
 from pannier.wire.file_layout import STAMP_BYTES
 
@@ -32,6 +32,8 @@ _NAME: Final = re.compile(r"\d{8,}\.data")
 _PAGE: Final = 4096
 _SMALL: Final = 1 << 20
 """Spool files up to this size fit any small data file."""
+_PIECE: Final = 8 << 20
+"""Bytes that are moved into huge pages at a time."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
@@ -43,6 +45,8 @@ class SpoolFile:
         self.fd = fd
         self.job = job
         self.capacity = 0
+        self.collapsed = 0
+        """Bytes that have huge pages, or can't have them."""
 
     @property
     def stageable(self) -> int:
@@ -221,6 +225,30 @@ class Spool:
                         self._remove(file)
         self.measure()
 
+    def collapse(self, may_go_on: Callable[[], bool]) -> None:
+        """Moves files into huge pages, a few MiB at a time, for a second at most. In any thread.
+
+        Args:
+            may_go_on: False: a save is under way, and needs the processor.
+        """
+        end_s = time.monotonic() + timeouts.CHECK_S
+        while may_go_on() and time.monotonic() < end_s:
+            with self._lock:
+                file = next((each for each in self._files if each.collapsed < each.capacity), None)
+                if file is None:
+                    return
+                start, end = file.collapsed, min(file.collapsed + _PIECE, file.capacity)
+                # It may be removed meanwhile.
+                fd = os.dup(file.fd)
+            try:
+                collapse(fd, start, end)
+            except OSError:
+                # The rest of it stays as it is, which is only slower.
+                end = file.capacity
+            finally:
+                os.close(fd)
+            file.collapsed = end
+
     def adopt(self, name: str, job: str, size: int) -> SpoolFile:
         """The file that an earlier sidecar process had taken for that job, with its content.
 
@@ -358,13 +386,9 @@ class Spool:
 
     def _reserve(self, file: SpoolFile, missing: int) -> None:
         while missing:
-            before = os.fstat(file.fd).st_size
-            add_huge_pages(file.fd, file.capacity, file.capacity + missing)
             try:
                 os.posix_fallocate(file.fd, file.capacity, missing)
             except OSError as error:
-                # Huge pages for a part of it would lie there uncounted.
-                os.ftruncate(file.fd, before)
                 if error.errno not in _FULL:
                     raise
                 with self._lock:
