@@ -52,7 +52,7 @@ def measure(state: State, transport: str, saves: int) -> dict[str, Any]:
                 spent, by_thread = cpu.stop()
                 after.append(spent)
                 threads.append(by_thread)
-            rest()
+            place.settle() if number == WARM_UP - 1 else rest()
     return {
         "prepared_s": prepared,
         "note": ways.note(transport),

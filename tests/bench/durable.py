@@ -88,7 +88,7 @@ def measure(state: State, transport: str, saves: int, disk: str | None) -> dict[
                 copied.append(timed(copy_and_sync, Path(target), copy)[0])
                 shutil.rmtree(copy)
                 bare.append(bare_cpu_s(memory, place.disk / "bare") * GIB / size)
-            rest()
+            place.settle() if number == WARM_UP - 1 else rest()
     return {
         "note": ways.note(transport),
         "saved_s": saved[WARM_UP:],

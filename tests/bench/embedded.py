@@ -149,6 +149,13 @@ class Place:
                     return process
         raise RuntimeError(f"no {role} runs in {self.runtime}")
 
+    def settle(self) -> None:
+        """Returns when the sidecar has moved its files into huge pages, which it does once, between saves."""
+        before, now = 0.0, cpu_seconds(self.sidecar)
+        while now - before > 0.1:
+            rest(1.5)
+            before, now = now, cpu_seconds(self.sidecar)
+
     @property
     def sidecar(self) -> psutil.Process:
         return self.find("sidecar")

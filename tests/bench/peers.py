@@ -1,6 +1,6 @@
-"""``async_save`` against other asynchronous saves: stall, and slow-down of the training steps.
+"""``async_save`` against other asynchronous saves: what a save costs the training.
 
-The slow-down is given as the time that the steps of one save lose while it is in flight: a ratio alone
+That is the stall plus the time that the steps lose while the save is in flight: a ratio of steps alone
 says little where one method is done in a fifth of another's time.
 
 Every method saves the same state to the same place in a process of its own, one after another. So
@@ -28,6 +28,8 @@ from support.storage.gcs_server import GcsServer
 
 BUCKET = "bench"
 TIMEOUT_S = 600
+ALLOWED = {"torch-thread": 0.6}
+"""Times a peer's cost; 1 for all others."""
 NAMES = {
     "pannier": "Pannier",
     "torch-thread": "`dcp.async_save` THREAD",
@@ -81,6 +83,7 @@ def summary(found: dict[str, Any]) -> dict[str, float]:
     """Medians, and ratios to the copies and quiet steps of the same process."""
     busy, quiet = found["busy_step_s"], found["quiet_step_s"]
     stall, memcpy = statistics.median(found["stall_s"]), statistics.median(found["memcpy_s"])
+    lost = (sum(busy) - len(busy) * statistics.mean(quiet)) / len(found["stall_s"])
     return {
         "stall_s": stall,
         "stall_per_memcpy": stall / memcpy,
@@ -88,7 +91,8 @@ def summary(found: dict[str, Any]) -> dict[str, float]:
         "durable_s": statistics.median(found["durable_s"]),
         "step_median_ratio": percentile(busy, 0.5) / percentile(quiet, 0.5),
         "step_p99_ratio": percentile(busy, 0.99) / percentile(quiet, 0.99),
-        "lost_s": (sum(busy) - len(busy) * statistics.mean(quiet)) / len(found["stall_s"]),
+        "lost_s": lost,
+        "cost_s": stall + lost,
         "steps": len(busy),
         "grown_bytes": found["grown_bytes"],
     }
@@ -105,27 +109,30 @@ def figures_text(found: dict[str, Any]) -> str:
 
 
 def rows(results: dict[str, dict[str, Any]], options: Any) -> list[Row]:
-    """Ours, then each peer: met when both the stall and the slow-down are less."""
+    """Ours, then each peer: met when the stall is shorter and the cost within what is allowed."""
     own = results["pannier"]
-    of = f"{options.transport}, {sized(options.bytes)} to {options.to}"
+    of = f"{options.transport}, {sized(options.bytes)} in {options.tensors:,} tensors to {options.to}"
     if "failed" in own:
         return [Row(f"`async_save`, {of}", "", f"failed: {own['failed']}", False)]
     out = [Row(f"`async_save`, {of}", "", figures_text(own))]
     for method, found in results.items():
         if method == "pannier":
             continue
-        what = f"against {NAMES[method]}"
+        what = f"against {NAMES[method]}, {options.tensors:,} tensors"
         if "failed" in found:
             out.append(Row(what, "", f"does not run here: {found['failed']}"))
             continue
         faster = found["stall_per_memcpy"] / own["stall_per_memcpy"]
-        met = faster > 1 and own["lost_s"] <= found["lost_s"]
+        allowed = ALLOWED.get(method, 1.0)
+        # A peer whose steps went faster beside a save than without is within the noise: the stall is its cost.
+        cost = max(own["cost_s"], own["stall_s"]) / max(found["cost_s"], found["stall_s"])
+        met = faster > 1 and cost <= allowed
         out.append(
             Row(
                 what,
-                "less stall, less slow-down",
-                f"stall {faster:.1f} × shorter; steps lose {milliseconds(own['lost_s'])} a save "
-                f"against {milliseconds(found['lost_s'])}",
+                f"less stall; a save costs ≤ {allowed} ×",
+                f"stall {faster:.1f} × shorter; costs {cost:.2f} ×: {milliseconds(own['cost_s'])} "
+                f"against {milliseconds(found['cost_s'])}",
                 met if options.transport == "mapped" else None,
                 figures_text(found),
             )

@@ -54,6 +54,8 @@ def planned(options: argparse.Namespace) -> list[Part]:
         found.append(Part("blocking", (*way, "--small")))
         large = sizes if options.full else sizes[:1]
         found += [Part("steps", (*way, "--bytes", size)) for size in large]
+        if mapped and len(os.sched_getaffinity(0)) > 1:
+            found += [Part("steps", (*way, "--bytes", size, "--spare")) for size in large]
         if mapped or options.full:
             found += [Part("durable", (*way, "--bytes", size)) for size in sizes]
             found += [Part("memory", (*way, "--bytes", size)) for size in sizes]
@@ -61,7 +63,7 @@ def planned(options: argparse.Namespace) -> list[Part]:
             found += [Part("uploading", (*way, "--bytes", size, "--tls")) for size in large]
             found.append(Part("memory", (*way, "--leaks")))
     best = ("--transport", embedded.transports()[0], "--bytes", usual[0])
-    found.append(Part("peers", best))
+    found += [Part("peers", (*best, "--tensors", str(count))) for count in tensor_counts(usual[0])]
     if options.full:
         found.append(Part("peers", (*best, "--to", "gcs")))
     found += [Part("restoring", arguments) for arguments in restored(options.quick)]
@@ -79,6 +81,12 @@ def planned(options: argparse.Namespace) -> list[Part]:
         and part.module not in options.without
         and importlib.util.find_spec(f"tests.bench.{part.module}")
     ]
+
+
+def tensor_counts(size: str) -> list[int]:
+    """Of states with tensors of 5 MiB, 64 KiB and 256 MiB, or less where the state has less."""
+    total = parts.megabytes(size)
+    return sorted({max(1, total // each) for each in (5 * parts.MIB, 64 << 10, 256 * parts.MIB)})
 
 
 def restored(quick: bool) -> list[tuple[str, ...]]:

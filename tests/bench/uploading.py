@@ -143,6 +143,8 @@ def measure(state: State, options: Any, directory: Path) -> dict[str, Any]:
             tried = best_threads(state, server, 1 if options.quick else 2)
         for number in range(WARM_UP + options.saves):
             bucket.save(state, counts=number >= WARM_UP)
+            if number == WARM_UP - 1:
+                place.settle()
             if number >= WARM_UP:
                 if tried:
                     bucket.save_by_torch(state, min(tried, key=lambda number: tried[number]))

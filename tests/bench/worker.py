@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
+SETTLE_S = 4.0
 Save = Callable[[State, str], tuple["Future[Any] | None", "Future[Any]"]]
 """Returns futures of the staging (None: it is over) and of the save."""
 
@@ -150,6 +152,9 @@ def measure(method: str, target: str, state: State, saves: int) -> dict[str, Any
         if number >= WARM_UP:
             # As many without a save, in turns with those.
             found["quiet_step_s"] += training.steps(len(busy))
+        elif number == WARM_UP - 1:
+            # What a method does once, between saves.
+            time.sleep(SETTLE_S)
     counted = {
         name: values[WARM_UP:] if not name.endswith("step_s") else values
         for name, values in found.items()
