@@ -296,7 +296,7 @@ def latest_has_one_answer_in_time_and_stays_in_step() -> None:
 
     from pannier import client
     from pannier.client.ranks.store_calls import StoreCalls
-    from pannier.client.resume.latest import latest
+    from pannier.client.resume.latest import find_latest
     from pannier.common import timeouts
 
     rank, place = dist.get_rank(), os.environ["PLACE"]
@@ -321,7 +321,7 @@ def latest_has_one_answer_in_time_and_stays_in_step() -> None:
     original = StoreCalls.await_key
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoreCalls, "await_key", await_key)
-        assert latest(root, include="ingested", timeout=100, ingested=Ingested()) == place
+        assert find_latest(root, include="ingested", timeout=100, ingested=Ingested()) == place
     if rank == 0:
         # What resume_here has left.
         assert 0 < waits[0] < 100

@@ -43,9 +43,9 @@ from pannier.client.ranks.load_error import LoadError
 from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.load_sharing import LoadSharing
-from pannier.client.resume.extra_files import read_extra_file as read_stored_file
+from pannier.client.resume.extra_files import read_extra_file
 from pannier.client.resume.ingested_saves import default_ingested
-from pannier.client.resume.latest import latest as find_latest
+from pannier.client.resume.latest import latest
 from pannier.client.save_factory import configure, default_settings, raise_unretrieved
 from pannier.client.staging.optimizer_guard import Guard
 from pannier.common.locations import CHILDREN
@@ -264,65 +264,6 @@ def load(
     )
 
 
-def latest(
-    root: str | os.PathLike[str],
-    *,
-    pattern: str = CHILDREN.text,
-    process_group: Any = None,
-    no_dist: bool = False,
-    include: str = "committed",
-    timeout: float | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> str | None:
-    """The newest checkpoint below ``root``; None when there is none.
-
-    It is that of the newest save, by incarnation and save number, whatever the order of their commits
-    and the clocks. Among checkpoints that Pannier didn't write, which come before its own, the one
-    written last.
-
-    The group's first rank looks it up and the others get its answer through the
-    group's store, so that all ranks load the same. No collective: a rank that
-    calls alone waits at most ``timeout``, the first rank never. The n-th call of
-    each rank of a group belongs together; for one rank alone, use ``no_dist``.
-
-    With ``include="ingested"`` it first waits for saves that are newer than that and not committed yet:
-    what every rank had ingested before the job was started again is uploaded by its sidecars and
-    committed by the coordinator, so that no step is lost. Embedded daemons are started for that, on every
-    host whose ranks call it. A save that can't be finished (a rank was not ingested, a host is lost) is
-    logged with its ranks and hosts, and the newest that is committed is returned.
-
-    Args:
-        root: a path or a URL; need not exist, but its bucket must.
-        pattern: which directories are checkpoints, by their names below the root, with shell wildcards:
-            ``"checkpoint-*/dcp"``. Default: those directly below it.
-        process_group: the ranks that ask together. Default: all.
-        no_dist: this process looks by itself.
-        include: ``"committed"``, or ``"ingested"``.
-        timeout: seconds to wait for the first rank's answer, by default 60; with ``"ingested"`` for
-            saves to be committed, by default 600, and up to 60 more for the answer.
-        storage_options: of the fsspec file system. Default: from the environment.
-
-    Raises:
-        PannierError: an earlier save failed and its error was not retrieved.
-        StorageError: the root can't be read; on all ranks.
-        DeadlineError: the first rank hasn't answered in time.
-        LoadError: the process group's store, which rank 0 or its launcher serves, doesn't answer.
-        InvalidRequestError: ranks gave different roots or patterns; the pattern can't be used.
-        IntegrityError: the decision of the newest save is damaged, so that its order isn't known.
-    """
-    return find_latest(
-        root,
-        pattern=pattern,
-        process_group=process_group,
-        no_dist=no_dist,
-        include=include,
-        timeout=timeout,
-        storage_options=storage_options,
-        before=raise_unretrieved,
-        ingested=default_ingested(no_dist=no_dist),
-    )
-
-
 def list(
     root: str | os.PathLike[str],
     *,
@@ -404,32 +345,6 @@ def export(
         progress=progress,
         before=raise_unretrieved,
     )
-
-
-def read_extra_file(
-    checkpoint_id: str | os.PathLike[str],
-    name: str,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-) -> bytes:
-    """A file that ``async_save(extra_files=...)`` added to a checkpoint; each rank reads by itself.
-
-    It is the one that belongs to the state that :func:`load` reads, compared with its checksum, also while the
-    checkpoint is being replaced. Of a checkpoint that Pannier didn't write, what is at
-    ``<checkpoint_id>/<name>``.
-
-    Args:
-        checkpoint_id: directory: a path or a URL.
-        name: as it was given.
-        storage_options: of the fsspec file system. Default: from the environment.
-
-    Raises:
-        PannierError: an earlier save failed and its error was not retrieved.
-        StorageError: there is no such checkpoint, or it has no such file.
-        IntegrityError: the bytes aren't those that were committed.
-    """
-    raise_unretrieved()
-    return read_stored_file(checkpoint_id, name, storage_options=storage_options)
 
 
 __all__ = [

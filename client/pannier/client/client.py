@@ -32,7 +32,7 @@ from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.load_sharing import LoadSharing
 from pannier.client.resume.ingested_saves import IngestedSaves, ingested_of
-from pannier.client.resume.latest import latest as find_latest
+from pannier.client.resume.latest import find_latest
 from pannier.client.save_call import SaveCall
 from pannier.client.save_factory import SaveFactory
 from pannier.client.staging.optimizer_guard import Guard, Guards

@@ -368,7 +368,7 @@ def a_failure_of_the_first_rank_is_raised_on_all() -> None:
     import torch.distributed as dist
 
     from pannier.client.loading.filesystem import StorageDir
-    from pannier.client.resume.latest import latest
+    from pannier.client.resume.latest import find_latest, latest
     from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
 
     def fail(self: StorageDir) -> None:
@@ -389,7 +389,7 @@ def a_failure_of_the_first_rank_is_raised_on_all() -> None:
     for culprit in (0, 1):
         if rank == culprit or culprit == 0:
             with pytest.raises(PannierError, match="an earlier save failed"):
-                latest(root, before=unasked if rank == culprit else lambda: None)
+                find_latest(root, before=unasked if rank == culprit else lambda: None)
         else:
             assert latest(root) is None
         assert latest(root) is None

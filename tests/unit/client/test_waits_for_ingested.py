@@ -9,7 +9,7 @@ import pytest
 from pannier.client.config import load_settings
 from pannier.client.resume import ingested_saves
 from pannier.client.resume.ingested_saves import IngestedSaves, Unfinished
-from pannier.client.resume.latest import latest
+from pannier.client.resume.latest import find_latest
 from pannier.client.resume.sidecar_status import SidecarStatus
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
@@ -48,7 +48,9 @@ def ingested(tmp_path: Path) -> IngestedSaves:
 
 
 def newest(tmp_path: Path) -> str | None:
-    return latest(tmp_path / "run", pattern=NESTED, include="ingested", ingested=ingested(tmp_path))
+    return find_latest(
+        tmp_path / "run", pattern=NESTED, include="ingested", ingested=ingested(tmp_path)
+    )
 
 
 def test_one_deeper_than_one_level_is_found_by_the_pattern(

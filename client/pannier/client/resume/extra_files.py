@@ -15,6 +15,7 @@ import crc32c
 from pannier.client.loading import catalog
 from pannier.client.loading.filesystem import MissingError, StorageDir, open_dir
 from pannier.client.messages.call_errors import at_call
+from pannier.client.save_factory import raise_unretrieved
 from pannier.v1 import records_pb2
 from pannier.wire.errors import IntegrityError, StorageError
 
@@ -29,7 +30,23 @@ def read_extra_file(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """See :func:`pannier.client.read_extra_file`."""
+    """A file that ``async_save(extra_files=...)`` added to a checkpoint; each rank reads by itself.
+
+    It is the one that belongs to the state that :func:`load` reads, compared with its checksum, also while the
+    checkpoint is being replaced. Of a checkpoint that Pannier didn't write, what is at
+    ``<checkpoint_id>/<name>``.
+
+    Args:
+        checkpoint_id: directory: a path or a URL.
+        name: as it was given.
+        storage_options: of the fsspec file system. Default: from the environment.
+
+    Raises:
+        PannierError: an earlier save failed and its error was not retrieved.
+        StorageError: there is no such checkpoint, or it has no such file.
+        IntegrityError: the bytes aren't those that were committed.
+    """
+    raise_unretrieved()
     directory = open_dir(checkpoint_id, storage_options)
     tries = itertools.count(1)
     while True:
