@@ -71,7 +71,7 @@ def planned(options: argparse.Namespace) -> list[Part]:
     # These have sizes of their own.
     found += [Part("first_save"), Part("replicas"), Part("planning"), Part("device")]
     few = str(parts.megabytes(usual[0]))
-    found.append(Part("streaming", ("--bytes", few), own_rows=False))
+    found.append(Part("streaming", ("--bytes", few)))
     found.append(Part("recovery", ("--bytes", few), own_rows=False))
     chosen = options.parts or [part.module for part in found]
     return [
@@ -137,22 +137,6 @@ def measured(part: Part, options: argparse.Namespace) -> tuple[list[Row], dict[s
     return [Row(**row) for row in answer["rows"]], answer["figures"]
 
 
-def streaming_rows(found: dict[str, Any]) -> list[Row]:
-    """Where the time of a streamed hand-over goes."""
-    rows = []
-    for way, figures in found.items():
-        cpu = ", ".join(f"{value:.2f} {kind}" for kind, value in figures["cpu_s_per_gib"].items())
-        rows.append(
-            Row(
-                f"streaming profile: {way}",
-                "",
-                f"{figures['gib_per_s']:.2f} GiB/s",
-                detail=f"CPU s per GiB: {cpu}",
-            )
-        )
-    return rows
-
-
 def recovery_rows(found: dict[str, Any]) -> list[Row]:
     """From a kill until work goes on."""
     half = f"sidecar killed, {parts.sized(found['bytes'])} half uploaded"
@@ -167,7 +151,7 @@ def recovery_rows(found: dict[str, Any]) -> list[Row]:
     ]
 
 
-ROWS = {"streaming": streaming_rows, "recovery": recovery_rows}
+ROWS = {"recovery": recovery_rows}
 
 
 def all_rows(answers: dict[str, dict[str, Any]], *, briefly: bool = False) -> list[Row]:

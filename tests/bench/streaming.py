@@ -1,170 +1,111 @@
-"""Where the time of a streamed hand-over goes: its rate beside bare ways over the same socket.
+"""What a streamed hand-over costs above a mapped one: against a bare gRPC stream of as many bytes.
 
-Part of ``make bench``; ``streaming.py [--bytes N]`` alone prints JSON. One rank hands saves to
-the embedded sidecar, without a training loop. The yardsticks are two processes with a
-Unix socket between them: plain bytes, and gRPC streams of messages of the same size with nothing
-done to them. CPU time is given by process and kind of thread, in seconds per GiB.
+A rank saves to the local disk through the embedded sidecar, first mapped, then streamed; the difference of the CPU
+time of trainer and sidecar is the stream's. The yardsticks are two processes with a Unix socket between
+them: gRPC streams of messages of the same size with nothing done to them, in turns with the streamed saves, and plain
+bytes.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import crc32c
 import grpc
 import psutil
-import torch
+from tests.bench.embedded import Place, Ways, cpu_seconds, prefix, rest
+from tests.bench.parts import GIB, MIB, WARM_UP, Row, arguments, finish, parsed, say, sized
+from tests.bench.training import State, change, make_state
 
 from pannier.wire.addresses import channel_options
+from pannier.wire.chunk_codec import CHUNK_BYTES
 
-MESSAGE: Final = 1 << 20
 METHOD: Final = "/bench.Bench/Take"
-GIB: Final = 1 << 30
+_TAKE: Final = "--take"
+_SIDES: Final = ("sidecar", "trainer")
 
 
-def cpu_of_threads(pid: int, names: dict[int, str]) -> dict[str, float]:
-    """CPU seconds so far of a process's threads, by kind; ``names`` knows Python's own."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    found: defaultdict[str, float] = defaultdict(float)
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            stat = (task / "stat").read_text()
-        except FileNotFoundError:
-            continue  # it has ended
-        comm = stat[stat.index("(") + 1 : stat.rindex(")")]
-        user, system = stat[stat.rindex(")") + 2 :].split()[11:13]
-        tid = int(task.name)
-        kind = names.get(tid) or ("main" if tid == pid else comm)
-        kind = "gRPC" if kind in ("event_engine", "grpc_global_tim", "lifeguard") else kind
-        found[kind.rstrip("0123456789-_/")] += (int(user) + int(system)) / ticks
-    return found
+def save(transport: str, state: State, saves: int, directory: str | None) -> dict[str, Any]:
+    """CPU seconds per GiB of each process, and seconds until ingested; streamed, with a bare stream after each."""
+    from pannier import client
 
-
-def _own_threads() -> dict[int, str]:
+    size = sum(tensor.nbytes for tensor in state.values())
+    used: dict[str, list[float]] = {side: [] for side in _SIDES}
+    ingested: list[float] = []
+    streams: list[dict[str, float]] = []
+    ways = Ways()
+    with Place(transport, disk=directory) as place:
+        for number in range(WARM_UP + saves):
+            change(state)
+            with place.checkpoint(f"step-{number}") as target:
+                # The first save starts the daemons.
+                before = _cpu_s(place) if number else dict.fromkeys(_SIDES, 0.0)
+                handle = client.async_save(state, checkpoint_id=target)
+                ingested.append(handle.result().seconds["ingest"])
+                after = _cpu_s(place)
+                for side in _SIDES:
+                    used[side].append((after[side] - before[side]) * GIB / size)
+                ways.add(handle)
+            if transport == "streamed":
+                streams.append(bare("grpc", size))
+            rest()
     return {
-        thread.native_id: thread.name if thread.name.startswith("pannier") else "Python's, of gRPC"
-        for thread in threading.enumerate()
-        if thread.native_id is not None and thread is not threading.main_thread()
+        "note": ways.note(transport),
+        "ingested_s": ingested[WARM_UP:],
+        "cpu_s_per_gib": {side: values[WARM_UP:] for side, values in used.items()},
+        "bare": streams[WARM_UP:],
     }
 
 
-def hand_over(size: int, saves: int) -> dict[str, Any]:
-    """Through the client and the embedded daemons, to a directory that is thrown away."""
-    with tempfile.TemporaryDirectory(prefix="pannier-bench-", dir="/dev/shm") as directory:
-        os.environ["PANNIER_RUNTIME_DIR"] = f"{directory}/run"
-        os.environ["PANNIER_SPOOL"] = f"{directory}/spool"
-        os.environ["PANNIER_TRANSPORT"] = "streamed"
-        from pannier import client
-
-        state = {f"layer.{i}": torch.randn(size // 64 // 4) for i in range(64)}
-        seconds, alive = [], _own_threads()
-        stop = threading.Event()
-
-        def watch() -> None:
-            # Threads of one save end with it: what they took is read while they live.
-            while not stop.wait(0.01):
-                alive.update(_own_threads())
-
-        threading.Thread(target=watch, daemon=True).start()
-        client.save(state, checkpoint_id=f"{directory}/warm")
-        root = psutil.Process(int(Path(f"{directory}/run/up.pid").read_text()))
-        (sidecar,) = (child for child in root.children() if "sidecar" in child.cmdline())
-
-        def all_threads() -> dict[str, float]:
-            own = {**alive, **_own_threads()}
-            kinds = {f"trainer: {k}": v for k, v in cpu_of_threads(os.getpid(), own).items()}
-            kinds |= {f"sidecar: {k}": v for k, v in cpu_of_threads(sidecar.pid, {}).items()}
-            return kinds
-
-        process_before = _process_cpu(sidecar)
-        before = all_threads()
-        for number in range(saves):
-            result = client.save(state, checkpoint_id=f"{directory}/step-{number}")
-            seconds.append(result.seconds["ingest"])
-        after = all_threads()
-        process_after = _process_cpu(sidecar)
-        stop.set()
-        client.close()
-        for process in (root, *root.children()):
-            process.terminate()
-        psutil.wait_procs([root], timeout=10)
-    total = size * saves / GIB
-    kinds = {kind: (after[kind] - before.get(kind, 0.0)) / total for kind in after}
-    whole = {k: (process_after[k] - process_before[k]) / total for k in process_after}
-    for name in ("trainer", "sidecar"):
-        counted = sum(v for kind, v in kinds.items() if kind.startswith(name))
-        kinds[f"{name}: threads that have ended"] = max(0.0, whole[name] - counted)
-    return {
-        "gib_per_s": size / GIB / statistics.median(seconds),
-        "cpu_s_per_gib": {kind: value for kind, value in sorted(kinds.items()) if value > 0.005},
-    }
+def _cpu_s(place: Place) -> dict[str, float]:
+    return {"sidecar": cpu_seconds(place.sidecar), "trainer": cpu_seconds(psutil.Process())}
 
 
-def _process_cpu(sidecar: psutil.Process) -> dict[str, float]:
-    found = {}
-    for name, process in (("trainer", psutil.Process()), ("sidecar", sidecar)):
-        times = process.cpu_times()
-        found[name] = times.user + times.system
-    return found
-
-
-def bare(way: str, size: int) -> dict[str, Any]:
-    """Yardsticks: ``socket`` or ``grpc``, to a process that only takes the bytes."""
-    with tempfile.TemporaryDirectory(prefix="pannier-bench-") as directory:
+def bare(way: str, size: int) -> dict[str, float]:
+    """Seconds, and CPU seconds per GiB, of ``socket`` or ``grpc``, to a process that only takes the bytes."""
+    with tempfile.TemporaryDirectory(prefix=prefix()) as directory:
         address = f"{directory}/s"
-        command = [sys.executable, __file__, "--take", way, address]
+        command = [sys.executable, "-m", "tests.bench.streaming", _TAKE, way, address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as taker:
             assert taker.stdout is not None
             try:
                 taker.stdout.readline()  # it listens
-                data = bytes(MESSAGE)
-                own, other = psutil.Process(), psutil.Process(taker.pid)
-                begun = [sum(p.cpu_times()[:2]) for p in (own, other)]
-                started = time.perf_counter()
+                data = memoryview(os.urandom(MIB) * (size // MIB))
+                processes = (psutil.Process(), psutil.Process(taker.pid))
+                before = [cpu_seconds(each) for each in processes]
+                begun = time.perf_counter()
                 send = _send_by_socket if way == "socket" else _send_by_grpc
-                send(address, data, size // MESSAGE)
-                seconds = time.perf_counter() - started
-                cpu = [
-                    (sum(p.cpu_times()[:2]) - b) * GIB / size
-                    for p, b in zip((own, other), begun, strict=True)
-                ]
+                send(address, (data[at : at + CHUNK_BYTES] for at in range(0, size, CHUNK_BYTES)))
+                seconds = time.perf_counter() - begun
+                sender, other = (
+                    (cpu_seconds(each) - earlier) * GIB / size
+                    for each, earlier in zip(processes, before, strict=True)
+                )
             finally:
                 taker.kill()
-    return {
-        "gib_per_s": size / GIB / seconds,
-        "cpu_s_per_gib": {"sender": cpu[0], "taker": cpu[1]},
-    }
+    return {"seconds": seconds, "sender": sender, "taker": other}
 
 
-def _send_by_socket(address: str, data: bytes, count: int) -> None:
+def _send_by_socket(address: str, pieces: Iterator[memoryview]) -> None:
     with socket.socket(socket.AF_UNIX) as stream:
         stream.connect(address)
-        for _ in range(count):
-            stream.sendall(data)
+        for piece in pieces:
+            stream.sendall(piece)
         stream.shutdown(socket.SHUT_WR)
         stream.recv(1)
 
 
-def _send_by_grpc(address: str, data: bytes, count: int) -> None:
-    def messages() -> Iterator[bytes]:
-        for _ in range(count):
-            yield data
-
+def _send_by_grpc(address: str, pieces: Iterator[memoryview]) -> None:
     with grpc.insecure_channel(f"unix://{address}", options=channel_options()) as channel:
-        call: Any = channel.stream_unary(METHOD)
-        call(messages())
+        call: Any = channel.stream_unary(METHOD, request_serializer=bytes)
+        call(pieces)
 
 
 def take(way: str, address: str) -> None:
@@ -177,7 +118,7 @@ def take(way: str, address: str) -> None:
         listening.listen()
         print("listening", flush=True)
         stream, _ = listening.accept()
-        room = bytearray(MESSAGE)
+        room = bytearray(CHUNK_BYTES)
         with stream:
             while stream.recv_into(room):
                 pass
@@ -202,36 +143,65 @@ async def _take_by_grpc(address: str) -> None:
     await server.wait_for_termination()
 
 
-def checksum(size: int) -> dict[str, Any]:
-    """crc32c of the same bytes, once; both sides take it."""
-    data = bytes(MESSAGE)
+def checksum_s(size: int) -> float:
+    """Seconds of one crc32c pass over as many bytes, which are in the cache."""
+    piece = bytes(256 << 10)
     begun = time.perf_counter()
-    for _ in range(size // MESSAGE):
-        crc32c.crc32c(data)
-    seconds = time.perf_counter() - begun
-    return {"gib_per_s": size / GIB / seconds, "cpu_s_per_gib": {"one side": seconds * GIB / size}}
+    for _ in range(size // len(piece)):
+        crc32c.crc32c(piece)
+    return time.perf_counter() - begun
 
 
-def measure(size: int, saves: int = 5) -> dict[str, Any]:
-    """Rate and CPU time of each way."""
-    return {
-        "pannier": hand_over(size, saves),
-        "bare gRPC": bare("grpc", size),
-        "bare socket": bare("socket", size),
-        "crc32c": checksum(size),
+def rows(found: dict[str, Any], options: Any) -> list[Row]:
+    """CPU time, and throughput."""
+    streamed, mapped, plain = found["streamed"], found["mapped"], found["socket"]
+    extra = {
+        side: statistics.median(streamed["cpu_s_per_gib"][side])
+        - statistics.median(mapped["cpu_s_per_gib"][side])
+        for side in _SIDES
     }
+    bare_s, sender, taker = (
+        statistics.median(each[name] for each in streamed["bare"])
+        for name in ("seconds", "sender", "taker")
+    )
+    ingested_s = statistics.median(streamed["ingested_s"])
+    gib = options.bytes / GIB
+    of = sized(options.bytes)
+    return [
+        Row(
+            f"CPU that streaming adds to a mapped save, {of}",
+            "",
+            f"{sum(extra.values()) / (sender + taker):.2f} × a bare gRPC stream",
+            detail=f"{extra['sidecar']:.2f} s per GiB in the sidecar and {extra['trainer']:.2f} in the trainer; bare "
+            f"{taker:.2f} to receive and {sender:.2f} to send, by a plain socket "
+            f"{plain['taker']:.2f} and {plain['sender']:.2f}; crc32c on one side "
+            f"{found['crc32c_s'] / gib:.2f}{mapped['note'] or streamed['note']}",
+        ),
+        Row(
+            f"throughput until ingested, streamed, {of}",
+            "",
+            f"{bare_s / ingested_s:.2f} × a bare gRPC stream",
+            detail=f"{gib / ingested_s:.2f} GiB/s, with the upload beside it; bare {gib / bare_s:.2f} GiB/s, a plain "
+            f"socket {gib / plain['seconds']:.2f}",
+        ),
+    ]
 
 
 def main() -> None:
-    """Measures and prints, or takes what is sent."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bytes", type=int, default=GIB)
-    parser.add_argument("--take", nargs=2, metavar=("WAY", "ADDRESS"))
-    options = parser.parse_args()
-    if options.take:
-        take(*options.take)
-    else:
-        print(json.dumps(measure(options.bytes)), flush=True)
+    if sys.argv[1:2] == [_TAKE]:
+        take(*sys.argv[2:])
+        return
+    parser = arguments(__doc__)
+    parser.add_argument("--directory", help="on the disk to save to (default: a temporary one)")
+    options = parsed(parser)
+    say(f"streaming, {sized(options.bytes)}")
+    state = make_state(options.bytes, options.tensors)
+    found: dict[str, Any] = {
+        transport: save(transport, state, options.saves, options.directory)
+        for transport in ("mapped", "streamed")
+    }
+    found |= {"socket": bare("socket", options.bytes), "crc32c_s": checksum_s(options.bytes)}
+    finish(options, rows(found, options), found)
 
 
 if __name__ == "__main__":
