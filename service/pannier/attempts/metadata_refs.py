@@ -55,13 +55,10 @@ def referenced_files(content: bytes, where: str) -> frozenset[str]:
     return frozenset(posixpath.normpath(name) for name in names)
 
 
-def saved_by(content: bytes, where: str) -> str:
-    """The attempt that a ``.metadata`` names as its own; empty when Pannier didn't write it.
-
-    Otherwise as :func:`referenced_files`.
-    """
-    _, save_id = _read(content, where)
-    return object_names.own_attempt(save_id)
+def saved_by(content: bytes, where: str) -> tuple[str, frozenset[str]]:
+    """The attempt that a ``.metadata`` names as its own (empty: Pannier didn't write it), and :func:`referenced_files`."""
+    names, save_id = _read(content, where)
+    return object_names.own_attempt(save_id), frozenset(map(posixpath.normpath, names))
 
 
 def _read(content: bytes, where: str) -> tuple[set[str], str]:

@@ -59,6 +59,8 @@ class _Standing(NamedTuple):
     """The COMMIT that installed it; None: a foreign checkpoint."""
     records: Collection[ObjectInfo] = ()
     """Listing of the records of all attempts; empty without ``.metadata``."""
+    removed: bool = False
+    """It is of an attempt that was removed: what a late coordinator has written, and will undo."""
 
     @property
     def attempt(self) -> object_names.Attempt | None:
@@ -101,7 +103,7 @@ def _check_replaceable(
 ) -> None:
     committed = stands.committed
     continues = ""
-    if stands.info is None or overwrite == save_pb2.OVERWRITE_ANY:
+    if stands.info is None or stands.removed or overwrite == save_pb2.OVERWRITE_ANY:
         return
     if committed is None:
         whose = "a checkpoint that Pannier didn't write"
@@ -355,26 +357,30 @@ async def _read_standing(store: Store) -> _Standing:
         return _Standing(None, 0, None)
     records = await store.list(object_names.attempts_prefix())
     committed = await find_committed(store, records, info.size, checksum)
-    if committed is None:
-        committed = await _find_unlisted(store, info.size, checksum)
-    return _Standing(info, checksum, committed, records)
+    if committed is not None:
+        return _Standing(info, checksum, committed, records)
+    # A stale listing (NFS) may lack it: a newer one would be taken for foreign, and replaced.
+    attempt, files = await _read_names(store)
+    decision = await read_decision(store, attempt) if attempt else None
+    if decision is not None:
+        committed = match({attempt: decision}, info.size, checksum)
+    gone = bool(attempt) and decision is None and await _lacks_one(store, files)
+    return _Standing(info, checksum, committed, records, gone)
 
 
-async def _find_unlisted(store: Store, size: int, checksum: int) -> records_pb2.Decision | None:
-    """The decision of the attempt that ``.metadata`` names, which a stale listing lacks (NFS).
-
-    Without it, an older attempt would take a newer one's ``.metadata`` for foreign and replace it.
-    """
+async def _read_names(store: Store) -> tuple[str, frozenset[str]]:
+    """The attempt that ``.metadata`` names as its own, if any, and its files."""
     try:
         content = await store.read(object_names.METADATA)
         where = f"{store.url}/{object_names.METADATA}"
-        attempt = await asyncio.to_thread(saved_by, content, where)
+        return await asyncio.to_thread(saved_by, content, where)
     except (NotFoundError, IntegrityError):
-        return None  # Replaced meanwhile, or not DCP's: it belongs to no attempt.
-    if not attempt:
-        return None
-    decision = await read_decision(store, attempt)
-    return match({attempt: decision}, size, checksum) if decision is not None else None
+        return "", frozenset()  # Replaced meanwhile, or not DCP's: it belongs to no attempt.
+
+
+async def _lacks_one(store: Store, files: frozenset[str]) -> bool:
+    """Whether a data file is missing: a removal begins with those."""
+    return bool(files) and await store.stat(min(files)) is None
 
 
 async def stat_metadata(store: Store) -> tuple[ObjectInfo | None, int]:

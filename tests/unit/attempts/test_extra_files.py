@@ -471,7 +471,7 @@ def test_in_any_order_of_requests_the_last_files_are_those_of_the_checkpoint(
         if info is None:
             assert found == {}
         else:
-            standing = saved_by(await store.read(METADATA), store.url)
+            standing, _ = saved_by(await store.read(METADATA), store.url)
             assert found == contents[Attempt.parse(standing)]
 
     on_fresh_store(scenario)

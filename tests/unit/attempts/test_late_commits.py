@@ -366,3 +366,28 @@ def test_a_checkpoint_is_replaced_only_by_who_may(
             assert left == []
 
     on_fresh_store(scenario)
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_what_a_late_coordinator_has_written_of_a_removed_checkpoint_is_no_foreign_one(
+    tmp_path: Path, removed: bool
+) -> None:
+    """It undoes that in a moment; without records alone, files may still make it a checkpoint."""
+    metadata = write_attempt(tmp_path, FIRST.name)
+
+    async def main() -> None:
+        store = open_store(str(tmp_path))
+        for info in await store.list():
+            if info.key != METADATA and (removed or not info.key.startswith("__")):
+                await store.delete(info.key)
+        await ingest(store, SECOND)
+        if removed:
+            await commit(store, SECOND)
+        else:
+            with pytest.raises(OccupiedError, match="Pannier didn't write"):
+                await commit(store, SECOND)
+        expected = SECOND.name.encode() if removed else metadata
+        assert await store.read(METADATA) == expected
+        await store.close()
+
+    asyncio.run(main())
