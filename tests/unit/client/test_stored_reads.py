@@ -135,7 +135,7 @@ def test_what_takes_long_is_measured_by_the_median_of_requests_of_like_sizes(
     assert not hedged
     # Four times nearly nothing.
     reading = begun(pool, reads, storage)
-    assert hedged == [True]
+    wait_until(lambda: hedged == [True])
     storage.answers.put(CONTENT)
     assert reading.result(BOUND_S) == CONTENT
     storage.answers.put(CONTENT)
