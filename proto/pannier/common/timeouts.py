@@ -209,7 +209,7 @@ ACCEPT_AGAIN_S: Final = 0.1 * SCALE
 """After a connection that could not be accepted."""
 FILE_RELEASE_S: Final = 10.0 * SCALE
 """How long a file may stay in use after its save has ended: uploads are cancelled meanwhile."""
-FLUSH_S: Final = 1.0 * SCALE
+LEAVE_S: Final = 1.0 * SCALE
 """For the last reports to reach the coordinator when a sidecar stops."""
 CONFIRM_S: Final = 0.1 * SCALE
 """How long uploads of a rank wait for its claim to be confirmed: a rank of another host may be late."""

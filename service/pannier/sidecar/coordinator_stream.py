@@ -104,9 +104,10 @@ class CoordinatorStream:
         self._changed: dict[tuple[str, int], RankSave] = {}
         """Ranks to report, by save and rank."""
         self._statuses_requested = False
-        self._sending = False
         self._urgent = asyncio.Event()
-        self._flushed = asyncio.Event()
+        self._leaving = False
+        """It is ended once all is reported."""
+        self._left = asyncio.Event()
 
     def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         """Listener of the registry: reports the rank, soon or at once."""
@@ -135,17 +136,16 @@ class CoordinatorStream:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def flush(self, timeout_s: float) -> bool:
-        """Waits until everything there is to report was sent; False when it wasn't in time."""
+    async def leave(self, timeout_s: float) -> bool:
+        """Reports all there is to report, for the last time; False when the coordinator hasn't read it in time."""
+        self._leaving = True
         self._urgent.set()
-        deadline = time.monotonic() + timeout_s
-        while self._changed or self._sending:
-            self._flushed.clear()
-            left = deadline - time.monotonic()
-            try:
-                await asyncio.wait_for(self._flushed.wait(), max(0.0, left))
-            except asyncio.TimeoutError:
-                return False
+        if self._client.detached_s and not self._changed:
+            return True
+        try:
+            await asyncio.wait_for(self._left.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
         return True
 
     async def _stay_attached(self) -> None:
@@ -157,6 +157,8 @@ class CoordinatorStream:
             peer = self._client.peer
             try:
                 await self._attach()
+                if self._left.is_set():
+                    return
                 problem = "it ended the stream"
             except PannierError as error:
                 problem = str(error)
@@ -182,15 +184,18 @@ class CoordinatorStream:
             await call.write(self._first_request(state))
             state.sent_at = time.monotonic()
             self._client.mark_attached()
-            self._sending = False
             _log.info("attached to the %s", self._client.peer)
-            tasks = [
-                asyncio.get_running_loop().create_task(self._read(call)),
-                asyncio.get_running_loop().create_task(self._keep_writing(call, state)),
-            ]
+            loop = asyncio.get_running_loop()
+            reading = loop.create_task(self._read(call))
+            writing = loop.create_task(self._keep_writing(call, state))
+            tasks = [reading, writing]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+            if writing in done:
+                # Cancelled now, the last reports might not reach the coordinator, which ends the stream after them.
+                await reading
+                self._left.set()
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, peer=self._client.peer) from error
         finally:
@@ -209,6 +214,7 @@ class CoordinatorStream:
             self._replicas.apply(response)
 
     async def _keep_writing(self, call: Any, state: _StreamState) -> None:
+        """Until this sidecar leaves."""
         while True:
             busy = bool(self._changed) or bool(self._saves.undecided())
             with suppress(asyncio.TimeoutError):
@@ -218,7 +224,6 @@ class CoordinatorStream:
             self._urgent.clear()
             ranks, self._changed = list(self._changed.values()), {}
             requested, self._statuses_requested = self._statuses_requested, False
-            self._sending = True
             if state.heartbeat_due:
                 # Repeated until they are confirmed: a draining coordinator ignores new saves.
                 ranks += [rank for rank in self._claiming() if rank not in ranks]
@@ -226,8 +231,9 @@ class CoordinatorStream:
             if ranks or requested or state.heartbeat_due:
                 await call.write(self._request(state, ranks, requested=requested))
                 state.sent_at = time.monotonic()
-            self._sending = False
-            self._flushed.set()
+            if self._leaving and not self._changed:
+                await call.done_writing()
+                return
 
     def _first_request(self, state: _StreamState) -> coordinator_pb2.AttachRequest:
         """Introduces the sidecar and reports all that the coordinator may have missed."""

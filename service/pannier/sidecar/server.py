@@ -196,7 +196,7 @@ class Sidecar:
         for rank in pending:
             phase = rank.phase.name.lower()
             _log.warning("%s is left behind, %s", rank.label, phase, extra=rank.log_fields)
-        await self._stream.flush(timeouts.FLUSH_S)
+        await self._stream.leave(timeouts.LEAVE_S)
 
     async def _refuse_new(self) -> None:
         """Takes no new saves from now on, and reports that it is draining."""
