@@ -6,6 +6,7 @@ and their own sidecar, goes over a :class:`support.chaos.links.Link`.
 """
 
 import shutil
+import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -76,6 +77,13 @@ def transport_of(rank: int, seed: int) -> str:
     return "streamed" if streams else "auto"
 
 
+def spools_directory(directory: Path, seed: int) -> Path:
+    """Where the spools of a seed are: in memory, or, for every other seed, on a disk."""
+    if seed % 2:
+        return memory_directory()
+    return Path(tempfile.mkdtemp(prefix="spools-", dir=directory))
+
+
 class Cluster:
     """``with Cluster(...) as cluster``: daemons are ready; no rank is started yet.
 
@@ -113,7 +121,7 @@ class Cluster:
         self.directory.mkdir(parents=True, exist_ok=True)
         sockets = short_directory()
         stack.callback(shutil.rmtree, sockets, ignore_errors=True)
-        spools = memory_directory()
+        spools = spools_directory(self.directory, self.seed)
         stack.callback(shutil.rmtree, spools, ignore_errors=True)
         stack.callback(self.server.clear)
         stack.callback(self._kill_ranks)
