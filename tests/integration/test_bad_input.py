@@ -21,6 +21,7 @@ from pannier.client import (
 )
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
+from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons, await_serving, clean_environment
 from support.processes.processes import Process, python
 from support.processes.ranks import run_ranks
@@ -114,7 +115,8 @@ def test_nothing_half_made_is_visible(run: tuple[Path, list[dict[str, Any]]]) ->
     root, _ = run
     visible = {path.parent.name for path in root.parent.rglob(".metadata")}
     assert visible == {f"after {case}" for case in CASES}
-    assert {path.parent.name for path in root.parent.rglob("*.distcp")} == visible
+    # What had been uploaded of a failed save is deleted after the ranks know of the failure.
+    wait_until(lambda: {path.parent.name for path in root.parent.rglob("*.distcp")} == visible)
     assert not list(root.glob("link/*"))
 
 

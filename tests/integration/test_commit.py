@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from pannier.client import Client, SaveAbortedError
 from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
+from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons
 from support.processes.ranks import run_ranks, start_ranks
 from support.processes.stretch import BOUND_S
@@ -190,7 +191,8 @@ def test_a_rank_that_dies_before_it_is_ingested_fails_the_others_by_name(
     assert (root / "first" / ".metadata").exists()
     for name in ("lost", "missing"):
         assert not (root / name / ".metadata").exists()
-        assert not list((root / name).glob("*.distcp"))
+        # A sidecar deletes what it had uploaded after the ranks know of the failure.
+        wait_until(lambda place=root / name: not list(place.glob("*.distcp")))
 
 
 def test_a_single_process_needs_no_torch_distributed(client: Client, tmp_path: Path) -> None:

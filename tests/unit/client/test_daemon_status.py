@@ -74,11 +74,10 @@ def test_exit_names_saves_still_under_way_at_its_deadline(sockets: Path, status:
 def test_exit_waits_a_while_for_what_earlier_starts_left(
     sockets: Path, status: Status, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeouts, "RESUMED_SAVE_S", 0.1)
-    monkeypatch.setattr(timeouts, "DAEMONS_STATUS_POLL_S", 0.15)
+    monkeypatch.setattr(timeouts, "RESUMED_SAVE_S", 1.0)
     status.left = 1 << 30
     assert await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", "bb", None) == ""
-    assert len(status.asked) == 2
+    assert len(status.asked) >= 2
 
 
 def test_exit_does_not_ask_a_coordinator_that_serves_this_host_alone(
