@@ -219,7 +219,7 @@ retention_options = combined(
         "--keep-newest",
         type=click.IntRange(1),
         metavar="N",
-        help="Keep the checkpoints of the N newest saves of the job in the same directory.",
+        help="Keep the checkpoints of the job's N newest steps in the same directory.",
     ),
     option(
         "--keep-every",

@@ -47,7 +47,8 @@ class Policy:
     """The rules; a checkpoint that none keeps may be removed. Raises ConfigurationError."""
 
     newest: int | None = None
-    """Number of newest ones to keep, in the order of their saves."""
+    """Number of newest steps to keep, in the order of their saves; checkpoints of one step (a model's, its
+    optimizer's) stay together."""
     every: int | None = None
     """Keeps steps that are multiples of this: :meth:`~pannier.common.locations.Pattern.step`."""
     best: tuple[Best, ...] = ()
@@ -102,7 +103,10 @@ def apply_policy(
     best = {rule: _best(rule, own) for rule in policy.best}
     occasion = _occasion(own, committed) if committed is not None else None
     results = []
-    for age, checkpoint in enumerate(reversed(own)):
+    ages: dict[int | str, int] = {}
+    for checkpoint in reversed(own):
+        found = policy.pattern.step(checkpoint.name)
+        age = ages.setdefault(checkpoint.name if found is None else found, len(ages))
         reasons = [f"matches {each}" for each in policy.always if _has_name(checkpoint, each)]
         if age < (policy.newest or 1):
             reasons.append("newest" if age == 0 else f"newest {policy.newest}")
@@ -110,7 +114,6 @@ def apply_policy(
             reasons.append("committed last")
         elif occasion is not None and checkpoint.order > occasion:
             reasons.append("newer than the one committed last")
-        found = policy.pattern.step(checkpoint.name)
         if found is None:
             reasons.append("its name has no step")
         elif policy.every is not None and found % policy.every == 0:

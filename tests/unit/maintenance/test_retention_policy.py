@@ -49,6 +49,18 @@ def test_the_newest_in_the_order_of_their_saves() -> None:
     }
 
 
+def test_checkpoints_of_one_step_stay_together() -> None:
+    pairs = [
+        checkpoint(f"{name}_{step}", save)
+        for save, (step, name) in enumerate(
+            (step, name) for step in (0, 1, 2) for name in ("model", "optimizer")
+        )
+    ]
+    found = kept(Policy(newest=2), *pairs)
+    assert [name for name, reasons in found.items() if not reasons] == ["model_0", "optimizer_0"]
+    assert found["model_2"] == found["optimizer_2"] == ("newest",)
+
+
 def test_a_newer_incarnation_is_newer_than_any_save_of_an_older_one() -> None:
     restarted = checkpoint("step-1", 1, attempt=Attempt(2, 1, "g0000000a", "inc").name)
     assert kept(Policy(newest=1), *STEPS, restarted)["step-1"] == ("newest",)
