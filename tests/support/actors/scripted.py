@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import crc32c
@@ -72,7 +73,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     def stop(self) -> None:
         """As a crash does: connections end; the recorded requests stay."""
         self.hold_plans.set()
-        for stream in self._streams:
+        for stream in list(self._streams):
             stream.put(None)
         self._streams.clear()
         if self._server is not None:
@@ -115,7 +116,9 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def Attach(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         responses: queue.SimpleQueue[coordinator_pb2.AttachResponse | None] = queue.SimpleQueue()
-        self._streams.append(responses)
+        with self._condition:
+            self._streams.append(responses)
+            self._condition.notify_all()
 
         def read() -> None:
             try:
@@ -128,8 +131,12 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             responses.put(None)
 
         threading.Thread(target=read, daemon=True).start()
-        while (response := responses.get()) is not None:
-            yield response
+        try:
+            while (response := responses.get()) is not None:
+                yield response
+        finally:
+            with self._condition, suppress(ValueError):
+                self._streams.remove(responses)
 
     # What the test does.
 
@@ -138,9 +145,11 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.respond(coordinator_pb2.AttachResponse(saves=statuses))
 
     def respond(self, response: coordinator_pb2.AttachResponse) -> None:
-        """Sends a response to all attached sidecars."""
-        for stream in self._streams:
-            stream.put(response)
+        """Sends a response to all attached sidecars; one may be about to attach."""
+        with self._condition:
+            assert self._condition.wait_for(lambda: self._streams, TIMEOUT_S), "none is attached"
+            for stream in self._streams:
+                stream.put(response)
 
     def decide(
         self,
