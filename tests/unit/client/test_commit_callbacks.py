@@ -62,15 +62,17 @@ def test_a_save_that_fails_or_is_skipped_calls_nothing() -> None:
 
 
 def test_wait_all_waits_for_it(client: Client) -> None:
-    go, ended = threading.Event(), threading.Event()
+    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
 
     def slow(_: SaveResult) -> None:
+        begun.set()
         go.wait(BOUND_S)
         ended.set()
 
     client.async_save(state(), checkpoint_id="/x/y", on_commit=slow).result(BOUND_S)
+    assert begun.wait(BOUND_S)
     with pytest.raises(DeadlineError, match="a commit callback has not returned"):
-        client.wait_all(0.01)
+        client.wait_all(1.0)
     go.set()
     client.wait_all(BOUND_S)
     assert ended.is_set()

@@ -87,19 +87,22 @@ def test_calls_that_hang_are_abandoned_by_name_and_others_go_on(
     async def scenario() -> None:
         hung = store_at(f"{dead.directory}/run/step")
         before = io_threads.abandoned()
-        for turn in range(3):
+        turn = 0
+        while abandoned() < before + MOST_HUNG:
+            # On a busy machine some of them are late before a thread has taken them.
             reads = [hung.read(".metadata") for _ in range(io_threads._THREADS)]
             answers = await asyncio.gather(*reads, return_exceptions=True)
             assert all(isinstance(each, HungError) for each in answers)
             if turn == 0:
-                assert f"{dead.directory}/run: read has not returned for" in str(answers[0])
-                assert abandoned() == before + io_threads._THREADS
+                named = f"{dead.directory}/run: read has not returned for"
+                assert any(named in str(each) for each in answers)
+                assert before < abandoned() <= before + io_threads._THREADS
+            turn += 1
             # Another root, and the same process's set-up, don't notice.
             well = store_at(tmp_path / "well" / "step", 10)
             await well.create(f"{turn}", b"data")
             assert await well.read(f"{turn}") == b"data"
             assert await io_threads.setup_threads.run(lambda: 7) == 7
-        assert abandoned() == before + MOST_HUNG
         # No more of them: it fails at once, also where it might take long.
         with pytest.raises(HungError, match=rf"{MOST_HUNG} calls to {dead.directory}/run hang"):
             await store_at(f"{dead.directory}/run/other", 3600).read("x")
