@@ -169,6 +169,9 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[
             saver.check()
             first, second, failed, last = saver.made
             assert first.id == last.id
+            # Its decision comes before.
+            installed = Path(last.id, object_names.METADATA)
+            wait_until(lambda: last.attempt.encode() in installed.read_bytes())
             # A killed host wrote it late.
             late = object_names.data_file(failed.attempt, 0, 0)
             Path(failed.id, late).write_bytes(b"late")
