@@ -1,6 +1,7 @@
 """Huge pages of the spool's files, and ordinary ones where the kernel has none."""
 
 import ctypes
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -99,29 +100,30 @@ def test_nothing_is_moved_while_a_save_is_under_way(memory: Path) -> None:
     spool.close()
 
 
-def test_a_file_without_huge_pages_is_tried_once_and_stays_as_it_is(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("error", "calls"), [(errno.ENOMEM, 1), (errno.EAGAIN, 3)])
+def test_what_can_not_be_moved_is_tried_once_and_stays_as_it_is(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, error: int, calls: int
 ) -> None:
-    class NoMemory:
+    class Failing:
         calls = 0
 
         def __getattr__(self, name: str) -> object:
             return getattr(libc, name)
 
         def madvise(self, address: int, length: int, advice: int) -> int:
-            NoMemory.calls += 1
-            ctypes.set_errno(12)
+            Failing.calls += 1
+            ctypes.set_errno(error)
             return -1
 
     libc = huge_pages._libc
-    monkeypatch.setattr(huge_pages, "_libc", NoMemory())
+    monkeypatch.setattr(huge_pages, "_libc", Failing())
     monkeypatch.setattr(huge_pages, "_huge_page", lambda: 2 * MIB)
     spool = Spool(memory / "spool")
     taken = spool.take("job", 20 * MIB)
     os.pwrite(taken.fd, b"x" * MIB, 0)
     for _ in range(2):
         spool.collapse(lambda: True)
-    assert NoMemory.calls == 1
+    assert Failing.calls == calls
     assert os.pread(taken.fd, MIB, 0) == b"x" * MIB
     spool.close()
 

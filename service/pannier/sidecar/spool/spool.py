@@ -32,6 +32,7 @@ _NAME: Final = re.compile(r"\d{8,}\.data")
 _PAGE: Final = 4096
 _SMALL: Final = 1 << 20
 """Spool files up to this size fit any small data file."""
+_BUSY: Final = (errno.EAGAIN, errno.EBUSY)
 _PIECE: Final = 8 << 20
 """Bytes that are moved into huge pages at a time."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
@@ -242,9 +243,10 @@ class Spool:
                 fd = os.dup(file.fd)
             try:
                 collapse(fd, start, end)
-            except OSError:
-                # The rest of it stays as it is, which is only slower.
-                end = file.capacity
+            except OSError as error:
+                # What it doesn't move stays as it is, which is only slower.
+                if error.errno not in _BUSY:
+                    end = file.capacity
             finally:
                 os.close(fd)
             file.collapsed = end
