@@ -12,6 +12,7 @@ from pannier.wire import object_names, plan_codec
 from pannier.wire.errors import UnavailableError
 from support.actors.ranks_by_hand import extra_receipt, local_plan, receipt_of, tensor
 from support.actors.scripted import TIMEOUT_S, Trainer, data_file
+from support.actors.scripted_sidecar import wait_until
 from support.processes.stretch import BOUND_S
 
 
@@ -137,6 +138,15 @@ def plan_for_save(given: plan_pb2.FinalPlan, number: int) -> plan_pb2.FinalPlan:
     return final
 
 
+def _connects(hand: Hand) -> bool:
+    """False: its sidecar was killed just now; the next one is waited for."""
+    try:
+        hand.connect()
+    except UnavailableError:
+        return False
+    return True
+
+
 class Party:
     """All ranks of one incarnation; a context manager that connects them, and then disconnects them.
 
@@ -163,11 +173,7 @@ class Party:
 
     def __enter__(self) -> "Party":
         for hand in self.hands:
-            try:
-                hand.connect()
-            except UnavailableError:
-                # The sidecar was killed just now: wait for the next one.
-                hand.connect()
+            wait_until(lambda hand=hand: _connects(hand))  # type: ignore[misc]
         return self
 
     def __exit__(self, *details: object) -> None:
