@@ -129,12 +129,12 @@ def two_in_flight(state: State, transport: str, rounds: int, disk: str | None) -
 
 
 def standing(processes: dict[str, int]) -> dict[str, dict[str, int]]:
-    """Pss, descriptors and threads of each process now."""
+    """Pss (without the spool's files, which are counted by themselves), descriptors and threads of each process now."""
     found = {}
     for name, pid in processes.items():
         process = psutil.Process(pid)
         found[name] = {
-            "pss_bytes": rollup(pid)["Pss"],
+            "pss_bytes": (now := rollup(pid))["Pss"] - now["Pss_Shmem"],
             "descriptors": process.num_fds(),
             "threads": process.num_threads(),
         }
