@@ -127,7 +127,7 @@ chaos: $(INSTALLED)  ## Kill, cut and stop all there is, at random: SEEDS=1-50 M
 
 # What is only compared with; the bench says so when it isn't there.
 PEERS := $(VENV)/peers
-bench: $(INSTALLED)  ## Measure all that is promised, a quarter of an hour; needs a quiet machine
+bench: $(INSTALLED)  ## Measure all that is promised, half an hour; needs a quiet machine
 	@test -d $(PEERS) || $(BIN)/$(PIP) install --quiet --no-deps --target $(PEERS) -r tests/bench/peers.txt || true
 	$(BIN)/python -m tests.bench.run $(ARGS)
 

@@ -33,8 +33,7 @@ _PAGE: Final = 4096
 _SMALL: Final = 1 << 20
 """Spool files up to this size fit any small data file."""
 _BUSY: Final = (errno.EAGAIN, errno.EBUSY)
-_PIECE: Final = 8 << 20
-"""Bytes that are moved into huge pages at a time."""
+_PIECE: Final = 8 << 20  # that is moved into huge pages at a time
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
