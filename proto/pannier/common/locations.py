@@ -193,12 +193,15 @@ class Pattern:
 
         5 for ``checkpoint-5/dcp2`` and the pattern ``checkpoint-*/dcp2``.
         """
+        numbers = self.numbers(name)
+        return numbers[-1] if numbers else None
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """All numbers in the segments that have a wildcard, or in all if none has one; of names that match."""
         pairs = list(zip(self.segments, name.split("/"), strict=True))
         varying = [each for segment, each in pairs if has_wildcard(segment)]
-        for each in reversed(varying or [each for _, each in pairs]):
-            if numbers := _NUMBER.findall(each):
-                return int(numbers[-1])
-        return None
+        found = [_NUMBER.findall(each) for each in varying or [each for _, each in pairs]]
+        return tuple(int(number) for numbers in found for number in numbers)
 
     def _problem(self) -> str:
         """Why it can't be used; empty: it can."""

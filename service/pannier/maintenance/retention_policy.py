@@ -47,8 +47,8 @@ class Policy:
     """The rules; a checkpoint that none keeps may be removed. Raises ConfigurationError."""
 
     newest: int | None = None
-    """Number of newest steps to keep, in the order of their saves; checkpoints of one step (a model's, its
-    optimizer's) stay together."""
+    """Number of newest steps to keep, in the order of their saves; checkpoints whose names have the same numbers (a
+    model's, its optimizer's) are of one step."""
     every: int | None = None
     """Keeps steps that are multiples of this: :meth:`~pannier.common.locations.Pattern.step`."""
     best: tuple[Best, ...] = ()
@@ -103,10 +103,10 @@ def apply_policy(
     best = {rule: _best(rule, own) for rule in policy.best}
     occasion = _occasion(own, committed) if committed is not None else None
     results = []
-    ages: dict[int | str, int] = {}
+    ages: dict[tuple[int, ...] | str, int] = {}
     for checkpoint in reversed(own):
         found = policy.pattern.step(checkpoint.name)
-        age = ages.setdefault(checkpoint.name if found is None else found, len(ages))
+        age = ages.setdefault(policy.pattern.numbers(checkpoint.name) or checkpoint.name, len(ages))
         reasons = [f"matches {each}" for each in policy.always if _has_name(checkpoint, each)]
         if age < (policy.newest or 1):
             reasons.append("newest" if age == 0 else f"newest {policy.newest}")

@@ -59,6 +59,9 @@ def test_checkpoints_of_one_step_stay_together() -> None:
     found = kept(Policy(newest=2), *pairs)
     assert [name for name, reasons in found.items() if not reasons] == ["model_0", "optimizer_0"]
     assert found["model_2"] == found["optimizer_2"] == ("newest",)
+    # A number that all have makes them no step.
+    same = [checkpoint(f"7b-step-{save}-v2", save) for save in (1, 2)]
+    assert kept(Policy(newest=1), *same) == {"7b-step-1-v2": (), "7b-step-2-v2": ("newest",)}
 
 
 def test_a_newer_incarnation_is_newer_than_any_save_of_an_older_one() -> None:
