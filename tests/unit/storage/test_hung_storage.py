@@ -103,6 +103,7 @@ def test_calls_that_hang_are_abandoned_by_name_and_others_go_on(
             await well.create(f"{turn}", b"data")
             assert await well.read(f"{turn}") == b"data"
             assert await io_threads.setup_threads.run(lambda: 7) == 7
+        assert abandoned() == before + MOST_HUNG
         # No more of them: it fails at once, also where it might take long.
         with pytest.raises(HungError, match=rf"{MOST_HUNG} calls to {dead.directory}/run hang"):
             await store_at(f"{dead.directory}/run/other", 3600).read("x")
