@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import crc32c
 import grpc
@@ -203,10 +204,13 @@ class ReplicaHosts:
         await_true(reported, f"{complete} complete replicas")
 
     def take_over(self, context: sidecar_pb2.SaveContext, rank: int | None = None) -> None:
-        """Has the holder upload a rank."""
+        """Has the holder upload a rank; returns when it has read the order."""
         rank = context.rank if rank is None else rank
         request = coordinator_pb2.TakeOver(save=context.save, rank=rank)
-        self.holder.coordinator.respond(coordinator_pb2.AttachResponse(take_over=[request]))
+        held = self.holder.sidecar.replicas.held
+        with patch.object(held, "take_over", wraps=held.take_over) as read:
+            self.holder.coordinator.respond(coordinator_pb2.AttachResponse(take_over=[request]))
+            await_true(lambda: bool(read.called), "the holder has the order")
 
     def decide(self, context: sidecar_pb2.SaveContext, state: "save_pb2.SaveState") -> None:
         """Both coordinators report the outcome."""

@@ -160,8 +160,6 @@ def test_many_peers_get_a_block_that_is_read_once(tmp_path: Path) -> None:
 def test_a_peer_that_does_not_receive_loses_its_turn_and_the_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeouts, "BLOCK_SEND_S", 0.05)
-
     async def main() -> None:
         async with serving(tmp_path) as blocks:
             blocks.announce(announced(tmp_path))
@@ -172,8 +170,10 @@ def test_a_peer_that_does_not_receive_loses_its_turn_and_the_block(
                 async for _ in servicer.ReadBlock(wanted(tmp_path, readers=1), None):
                     await asyncio.Event().wait()
 
-            task = asyncio.ensure_future(stuck())
-            await asyncio.wait([task])
+            with monkeypatch.context() as impatient:
+                impatient.setattr(timeouts, "BLOCK_SEND_S", 0.05)
+                task = asyncio.ensure_future(stuck())
+                await asyncio.wait([task])
             assert task.cancelled()
             await until(lambda: not blocks.cache.used)
             request = wanted(tmp_path, block=1)
