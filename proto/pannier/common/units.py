@@ -50,9 +50,11 @@ def parse_duration(text: str) -> float:
 
 
 def duration_text(seconds: float) -> str:
-    """``59 ms``, ``0.9 s``, ``4 min 10 s``, ``1 h 30 min``: never more than two units."""
+    """``59 ms``, ``0.94 s``, ``4 min 10 s``, ``1 h 30 min``: never more than two units."""
     if seconds < 0.0995:
         return f"{seconds * 1000:.0f} ms"
+    if seconds < 0.995:
+        return f"{seconds:.2g} s"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     for name, unit, lower_name, lower in _LONG:

@@ -130,7 +130,7 @@ def test_other_ranks_are_named(
     [
         (
             *(0, 2 << 30, 0.059, 0.94),
-            "saved gs://b/run/step-30, 2.0 GiB from 2 ranks, stalled 59 ms, durable after 0.9 s",
+            "saved gs://b/run/step-30, 2.0 GiB from 2 ranks, stalled 59 ms, durable after 0.94 s",
         ),
         (0, 10, None, 0.05, "saved gs://b/run/step-30, 10 B from 2 ranks, durable after 50 ms"),
         (1, 10, 1.0, 2.0, ""),
