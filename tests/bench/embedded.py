@@ -135,30 +135,15 @@ class Place:
 
     def daemons(self) -> list[psutil.Process]:
         """Supervisor, coordinator and sidecar, as far as they run."""
-        try:
-            root = psutil.Process(int((self.runtime / "up.pid").read_text()))
-            return [root, *root.children(recursive=True)]
-        except (OSError, ValueError, psutil.Error):
-            return []
-
-    def find(self, role: str) -> psutil.Process:
-        """The process of a role, ``sidecar`` or ``coordinator``. Raises RuntimeError."""
-        for process in self.daemons()[1:]:
-            with suppress(psutil.Error):
-                if role in process.cmdline():
-                    return process
-        raise RuntimeError(f"no {role} runs in {self.runtime}")
+        return daemons(self.runtime)
 
     def settle(self) -> None:
-        """Returns when the sidecar has moved its files into huge pages, which it does once, between saves."""
-        before, now = 0.0, cpu_seconds(self.sidecar)
-        while now - before > 0.1:
-            rest(1.5)
-            before, now = now, cpu_seconds(self.sidecar)
+        """See :func:`settle`."""
+        settle(self.runtime)
 
     @property
     def sidecar(self) -> psutil.Process:
-        return self.find("sidecar")
+        return find(self.runtime, "sidecar")
 
     @property
     def niceness(self) -> int:
@@ -182,6 +167,33 @@ class Ways:
             return ""
         other = sum(count for way, count in self._found.items() if way != expected)
         return f"; {other} of {self._found.total()} saves were not {expected}" if other else ""
+
+
+def daemons(runtime: Path) -> list[psutil.Process]:
+    """Supervisor, coordinator and sidecar of a runtime directory, as far as they run."""
+    try:
+        root = psutil.Process(int((runtime / "up.pid").read_text()))
+        return [root, *root.children(recursive=True)]
+    except (OSError, ValueError, psutil.Error):
+        return []
+
+
+def find(runtime: Path, role: str) -> psutil.Process:
+    """The process of a role, ``sidecar`` or ``coordinator``. Raises RuntimeError."""
+    for process in daemons(runtime)[1:]:
+        with suppress(psutil.Error):
+            if role in process.cmdline():
+                return process
+    raise RuntimeError(f"no {role} runs in {runtime}")
+
+
+def settle(runtime: Path) -> None:
+    """Returns when the sidecar has moved its files into huge pages, which it does once, between saves."""
+    sidecar = find(runtime, "sidecar")
+    before, now = 0.0, cpu_seconds(sidecar)
+    while now - before > 0.1:
+        rest(1.5)
+        before, now = now, cpu_seconds(sidecar)
 
 
 def cpu_seconds(process: psutil.Process) -> float:

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from tests.bench.embedded import Place, cpu_seconds
+from tests.bench.embedded import Place, cpu_seconds, find
 from tests.bench.parts import MIB, Row, arguments, finish, parsed, say, sized
 from tests.bench.timing import timed
 from tests.bench.training import make_state
@@ -31,7 +31,7 @@ def measure_once(options: Any) -> dict[str, Any]:
         supervisor, *_ = place.daemons()
         cpu_s = {
             "supervisor": cpu_seconds(supervisor),
-            "coordinator": cpu_seconds(place.find("coordinator")),
+            "coordinator": cpu_seconds(find(place.runtime, "coordinator")),
             "sidecar": cpu_seconds(place.sidecar),
         }
     return {"called_s": called_s, "durable_s": called_s + rest_s, "cpu_s": cpu_s}

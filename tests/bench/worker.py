@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.bench.embedded import settle
 from tests.bench.parts import WARM_UP
 from tests.bench.timing import timed
 from tests.bench.training import Copies, State, Training, change, make_state, start_rank
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
-SETTLE_S = 4.0
+REST_S = 4.0
 Save = Callable[[State, str], tuple["Future[Any] | None", "Future[Any]"]]
 """Returns futures of the staging (None: it is over) and of the save."""
 
@@ -154,7 +155,10 @@ def measure(method: str, target: str, state: State, saves: int) -> dict[str, Any
             found["quiet_step_s"] += training.steps(len(busy))
         elif number == WARM_UP - 1:
             # What a method does once, between saves.
-            time.sleep(SETTLE_S)
+            if method == "pannier":
+                settle(Path(os.environ["PANNIER_RUNTIME_DIR"]))
+            else:
+                time.sleep(REST_S)
     counted = {
         name: values[WARM_UP:] if not name.endswith("step_s") else values
         for name, values in found.items()

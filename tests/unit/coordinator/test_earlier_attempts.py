@@ -187,6 +187,26 @@ def test_one_whose_time_is_over_is_aborted_by_name(
     run(tmp_path, story)
 
 
+def test_what_was_never_planned_does_not_wait_for_a_planned_ones_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "RESUMED_SAVE_S", 0.2)
+    place = tmp_path / "step-3"
+    write_attempt(place, LEFT, commit=False, timeout_s=900)
+    (place / object_names.manifest(LEFT)).unlink()
+
+    async def story(scene: Scene) -> None:
+        await scene.begin()
+        await scene.done()
+        shown = scene.status.get(KEY)
+        assert shown.state == save_pb2.SAVE_STATE_ABORTED
+        assert "it has no plan manifest" in shown.failures[0].message
+        left = [path for path in place.rglob("*") if path.is_file()]
+        assert left == [place / object_names.decision(LEFT)]
+
+    run(tmp_path, story)
+
+
 def test_what_was_written_lately_has_time_though_its_own_is_over(tmp_path: Path) -> None:
     write = without_receipt(tmp_path / "step-3", 0, timeout_s=0.001)
 

@@ -2,8 +2,9 @@
 
 In: the first save of an incarnation below a root. Out: each undecided attempt of the job's earlier
 incarnations ended: committed once all its receipts are in storage, or aborted by name once its own time
-is over, by the store's clock. Status and log name them meanwhile. Attempts whose sidecars report to this
-coordinator are left to their save's task. One task for each root and incarnation. Event loop only.
+is over, by the store's clock; one that was never planned a while after its last object. Status and log name
+them meanwhile. Attempts whose sidecars report to this coordinator are left to their save's task. One task for
+each root and incarnation. Event loop only.
 """
 
 import asyncio
@@ -99,9 +100,12 @@ class _Earlier:
         self.found = found
         now = time.monotonic() + self.clock
         self.extend(found.modified + timeouts.RESUMED_SAVE_S - now)
+        if found.manifest is None:
+            # Its trainers have ended before it was planned. A sidecar that goes on with it reports it here.
+            return
         manifest = object_names.manifest(found.attempt)
         planned = [info.modified for info in objects if info.key == manifest]
-        timeout_s = 0.0 if found.manifest is None else found.manifest.header.timeout_s
+        timeout_s = found.manifest.header.timeout_s
         if not 0 < timeout_s <= limits.MAX_TIMEOUT_S:
             timeout_s = timeouts.DEFAULT_SAVE_S
         self.extend(max(planned, default=found.modified) + timeout_s - now)
