@@ -43,6 +43,14 @@ def stalled(url: str) -> Store:
     return NoUploads(open_store(url))
 
 
+def without_ranks(context: sidecar_pb2.SaveContext) -> sidecar_pb2.SaveContext:
+    """As all of a stream's reports have it: only the first one of a save lists the ranks."""
+    found = sidecar_pb2.SaveContext()
+    found.CopyFrom(context)
+    del found.ranks[:]
+    return found
+
+
 def replica_start(
     checkpoint_id: str, *data: bytes, number: int = 1, timeout_s: float = 0.0
 ) -> restore_pb2.ReplicaStart:

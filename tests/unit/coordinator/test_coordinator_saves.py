@@ -179,7 +179,7 @@ def test_missing_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path) ->
             await client.fail(context(2, place + "0", ranks=(0, 1, 2)))
             who.save.number = 2
             with pytest.raises(SaveAbortedError) as caught:
-                await client.plan(who, halves(0), timeout_s=0.4)
+                await client.plan(who, halves(0), timeout_s=2.0)
             failures = failures_of(caught.value)
             assert failures.keys() == {1, 2}
             assert {kind for kind, _ in failures.values()} == {save_pb2.FAILURE_KIND_DEADLINE}

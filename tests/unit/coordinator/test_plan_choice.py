@@ -439,11 +439,11 @@ def test_ranks_that_say_two_things_end_the_save(sockets: Path, tmp_path: Path) -
 
 def test_a_rank_that_never_claims_a_plan_is_named(sockets: Path, tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
-        await job.claim(0, 2, timeout_s=0.5)
+        await job.claim(0, 2, timeout_s=2.0)
         status = await job.await_state(2, ABORTED)
         assert causes(status)[1].startswith("async_save was not called there")
         # So is one whose full plan is requested.
-        await job.claim_all(3, plan_id="f" * 64, timeout_s=0.5)
+        await job.claim_all(3, plan_id="f" * 64, timeout_s=2.0)
         status = await job.await_state(3, ABORTED)
         assert sorted(causes(status)) == [0, 1]
         assert causes(status)[0].startswith("its full plan was requested")
