@@ -121,24 +121,28 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unu
         return known[1]
 
     def wrap(self, function: Callable[..., Any], method: str) -> Callable[..., Any]:
-        """The function that is called in place of ``function``, of the same kind."""
+        """The coroutine that is called in place of ``function``.
+
+        gRPC leaves a generator whose call is cancelled between two responses to the garbage collector. Here
+        its cleanup has ended when the call has.
+        """
         if inspect.isasyncgenfunction(function):
 
-            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            async def stream(request: Any, context: Any) -> None:
                 async with (
                     self.around(context, method),
                     aclosing(function(request, context)) as responses,
                 ):
                     async for response in responses:
-                        yield response
+                        await context.write(response)
 
             return stream
 
-        async def unary(request: Any, context: Any) -> Any:
+        async def call(request: Any, context: Any) -> Any:
             async with self.around(context, method):
                 return await function(request, context)
 
-        return unary
+        return call
 
     @abstractmethod
     def applies(self, method: str) -> bool:

@@ -1,7 +1,10 @@
 """Errors of handlers as callers see them."""
 
+import asyncio
 import re
+import sys
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from pannier.daemon.interceptors import ErrorInterceptor
 from pannier.v1 import plan_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors
 from support.processes.stretch import BOUND_S
@@ -108,3 +112,36 @@ def test_a_stream_ends_with_its_error(channel: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError) as raised:
         next(stream)
     assert type(errors.from_rpc_error(raised.value, peer="sidecar")) is errors.UnavailableError
+
+
+def test_a_call_that_is_cancelled_between_two_responses_has_cleaned_up_when_it_ends() -> None:
+    closed: list[object] = []
+
+    class Caller:
+        """Receives nothing."""
+
+        def __init__(self) -> None:
+            self.written = asyncio.Event()
+
+        async def write(self, response: object) -> None:
+            self.written.set()
+            await asyncio.Event().wait()
+
+    async def responses(request: object, context: object) -> AsyncIterator[object]:
+        # A circle, as a traceback makes one: it isn't collected at once.
+        this = sys._getframe()
+        try:
+            yield object()
+        finally:
+            await asyncio.sleep(0)
+            closed.append(this)
+
+    async def main() -> None:
+        caller = Caller()
+        task = asyncio.ensure_future(ErrorInterceptor().wrap(responses, "method")(None, caller))
+        await asyncio.wait_for(caller.written.wait(), BOUND_S)
+        task.cancel()
+        await asyncio.wait([task])
+        assert closed
+
+    asyncio.run(main())
