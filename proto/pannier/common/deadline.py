@@ -47,6 +47,8 @@ async def within(
     """
     end = time.monotonic() + seconds
     task = asyncio.ensure_future(work)
+    # Whoever is cancelled doesn't ask for it.
+    task.add_done_callback(_retrieve)
     timely = False
     try:
         while not timely:
@@ -73,7 +75,11 @@ async def _cancel(task: "asyncio.Future[Any]") -> None:
         except asyncio.CancelledError:
             cancelled = True
             task.cancel()
-    if not task.cancelled():
-        task.exception()  # Retrieved: the time-out is what counts.
     if cancelled:
         raise asyncio.CancelledError
+
+
+def _retrieve(task: "asyncio.Future[Any]") -> None:
+    """Its error isn't logged as one that nobody knows of."""
+    if not task.cancelled():
+        task.exception()
