@@ -167,9 +167,9 @@ async def _running(awaited: Awaitable[T]) -> "AsyncIterator[asyncio.Future[T]]":
     try:
         yield task
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        task.cancel()
+        # Also one that has ended, whose error the caller may not ask for.
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _signs_of_life(
