@@ -47,7 +47,7 @@ async def within(
     """
     end = time.monotonic() + seconds
     task = asyncio.ensure_future(work)
-    # Whoever is cancelled doesn't ask for it.
+    # A caller that is cancelled doesn't take its error.
     task.add_done_callback(_retrieve)
     timely = False
     try:
@@ -80,6 +80,6 @@ async def _cancel(task: "asyncio.Future[Any]") -> None:
 
 
 def _retrieve(task: "asyncio.Future[Any]") -> None:
-    """Its error isn't logged as one that nobody knows of."""
+    """Keeps asyncio from logging an error that no caller takes."""
     if not task.cancelled():
         task.exception()

@@ -14,7 +14,7 @@ def test_an_error_that_comes_with_a_cancellation_is_not_logged(
     turns: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail() -> None:
-        raise ValueError("nobody asks")
+        raise ValueError("too late")
 
     async def main() -> None:
         waiting = asyncio.ensure_future(within(10.0, fail()))
