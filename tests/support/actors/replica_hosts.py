@@ -2,7 +2,6 @@
 
 import asyncio
 import queue
-import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from pannier.wire.addresses import channel_options
 from pannier.wire.version import WIRE_VERSION
 from support.actors.hosts import Host, await_true, running_host
 from support.actors.scripted import PLAN_ID, TIMEOUT_S, Trainer, attempt_of, data_file
+from support.processes.ranks import free_port
 from support.storage.directories import files_below
 from support.storage.unreliable_store import UnreliableStore
 
@@ -131,7 +131,7 @@ class ReplicaHosts:
     def __init__(self, origin: Host, holder: Host) -> None:
         self.origin = origin
         self.holder = holder
-        self._port = _free_port()
+        self._port = free_port()
         self._channels: list[grpc.Channel] = []
 
     @property
@@ -148,7 +148,7 @@ class ReplicaHosts:
         self.start_origin(store=store, **settings)
 
     def start_origin(self, *, store: Any = stalled, **settings: Any) -> None:
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         coordinator = self.origin.coordinator
         before = len(coordinator.requests)
         self.origin.start(store=store, peers=address, replicas=1, **settings)
@@ -240,9 +240,3 @@ def replica_hosts() -> Iterator[ReplicaHosts]:
         closing(ReplicaHosts(origin, holder)) as hosts,
     ):
         yield hosts
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

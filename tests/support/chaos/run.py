@@ -43,8 +43,8 @@ SECONDS = 16.0
 """How long things go wrong, by default."""
 _FIRST_S = 40.0
 """Until a save is committed, while nothing goes wrong."""
-_SETTLE_S = 20.0
-"""Until the daemons have nothing left to do, once the ranks have ended."""
+_SETTLE_S = timeouts.RESUMED_SAVE_S + 20.0
+"""Until the daemons have nothing left to do, once the ranks have ended: what a start left without a plan has a minute."""
 _CHECK_S = 300.0
 
 

@@ -1,11 +1,13 @@
 """Training ranks for tests: a script run by several processes with a process group's environment."""
 
 import inspect
+import secrets
 import shutil
 import socket
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -118,11 +120,14 @@ class Ranks:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of 127.0.0.1 that was free a moment ago, of those that the kernel gives to no connection."""
+    connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        # Not by `random`: tests seed it.
+        port = connections - 1 - secrets.randbelow(min(20_000, connections - 1024))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def reserved_port() -> socket.socket:
