@@ -67,6 +67,8 @@ def measure(state: State, options: Any, directory: Path) -> dict[str, Any]:
         if source == "bucket":
             client.close()
             place.end_daemons()
+        else:
+            place.settle()
 
         def load_by_us() -> None:
             result = client.load(state, checkpoint_id=target, no_dist=True)
