@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 REST_S = 4.0
+"""For what a peer does once, after its first saves: nothing shows when that has ended, and less time might favour us."""
 Save = Callable[[State, str], tuple["Future[Any] | None", "Future[Any]"]]
 """Returns futures of the staging (None: it is over) and of the save."""
 
