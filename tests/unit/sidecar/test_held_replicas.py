@@ -1,13 +1,15 @@
 """Replicas at the host that holds them, over gRPC with another host's part played: what stays, what ends, and why."""
 
+import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from pannier.common import timeouts
+from pannier.sidecar.rpc.replicate_stream import ReplicateStream
 from pannier.v1 import records_pb2, restore_pb2, save_pb2
 from pannier.wire.errors import (
     BusyError,
@@ -129,14 +131,17 @@ def test_a_restarted_sidecar_has_it_again(holder: ReplicaHosts) -> None:
     assert list(again.response().held) == [1000, 0, 0]
     again.send(1, 0, data[1])
     again.await_complete()
+    holder.holder.end()
     before = len(holder.holder.coordinator.requests)
-    holder.restart_holder()
+    holder.start_holder()
     # Its first report has the ranks, too.
     report = holder.holder.coordinator.await_request(
-        lambda request: any(each.context.ranks for each in request.copies.replicas), after=before
+        lambda request: any(
+            each.complete and each.context.ranks for each in request.copies.replicas
+        ),
+        after=before,
     )
     (held,) = report.copies.replicas
-    assert held.complete
     assert held.context == start.context
     holder.take_over(start.context)
     report = holder.holder.coordinator.await_phase(start.context, DURABLE)
@@ -396,6 +401,27 @@ def test_it_stays_a_while_after_the_deadline_and_an_incomplete_one_after_its_las
     holder.tick()
     await_freed(holder)
     assert "(complete, 8 B) is given up: its save was over long ago" in caplog.text
+
+
+def test_its_end_while_a_response_is_being_sent_is_the_streams_error(
+    holder: ReplicaHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = holder.holder.sidecar.replicas
+
+    async def requests() -> AsyncIterator[restore_pb2.ReplicateRequest]:
+        yield restore_pb2.ReplicateRequest(start=start_of(holder, b"1"))
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        responses = ReplicateStream(replicas).responses(requests())
+        assert list((await anext(responses)).held) == [0]
+        monkeypatch.setattr(timeouts, "REPLICA_STALE_S", -1.0)
+        await replicas.tick()
+        with pytest.raises(UnavailableError, match="nothing of it arrives any more"):
+            await anext(responses)
+
+    holder.holder.loop.run(main())
+    assert not replicas.reserved
 
 
 # Uploads for a lost host.

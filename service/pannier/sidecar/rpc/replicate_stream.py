@@ -6,9 +6,9 @@ all of it outlives this process. On the event loop.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from pannier.common import timeouts
 from pannier.sidecar.replicas.exchange import Replicas
@@ -16,13 +16,18 @@ from pannier.sidecar.replicas.held_replica import HeldReplica
 from pannier.v1 import restore_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError
 
+T = TypeVar("T")
+
 
 class ReplicateStream:
-    """Made by the call's handler, which another stream, or the end of the replica, cancels."""
+    """Another stream, or the end of the replica, ends it with a problem.
+
+    That cancels what is awaited here, never the task: gRPC can send no status while a response is being sent.
+    """
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._task = asyncio.current_task()
+        self._awaited: asyncio.Future[Any] | None = None
         self._problem: PannierError | None = None
 
     async def responses(
@@ -41,12 +46,7 @@ class ReplicateStream:
             async with aclosing(self._receive(replica, requests)) as responses:
                 async for response in responses:
                     yield response
-        except asyncio.CancelledError:
-            if self._problem is None:
-                raise
-            raise self._problem from None
         finally:
-            self._task = None
             replica.end(self)
 
     async def _receive(
@@ -54,27 +54,40 @@ class ReplicateStream:
     ) -> AsyncGenerator[restore_pb2.ReplicateResponse, None]:
         due = time.monotonic() + timeouts.REPLICA_ACK_S
         while not replica.arrived:
-            request = await anext(requests, None)
+            request = await self._run(anext(requests, None))
             if request is None:
                 # It goes on with another stream.
                 return
             if request.WhichOneof("request") != "chunk":
                 raise InvalidRequestError("a stream with a replica has a second `start`")
-            await self._replicas.held.append(replica, self, request.chunk)
+            await self._run(self._replicas.held.append(replica, self, request.chunk))
             # Frees its MiB while the next one arrives.
             del request
             if time.monotonic() >= due:
                 due = time.monotonic() + timeouts.REPLICA_ACK_S
                 yield _response(replica)
-        await self._replicas.held.finish(replica)
+        await self._run(self._replicas.held.finish(replica))
         yield _response(replica, complete=True)
 
+    async def _run(self, work: Awaitable[T]) -> T:
+        """Its result; raises the problem as soon as there is one."""
+        self._awaited = awaited = asyncio.ensure_future(work)
+        if self._problem is not None:
+            awaited.cancel()
+        try:
+            return await awaited
+        except asyncio.CancelledError:
+            if self._problem is None:
+                raise
+            raise self._problem from None
+        finally:
+            self._awaited = None
+
     def _cancel(self, problem: PannierError) -> None:
-        """Ends the call with an error, unless it has ended."""
-        if self._task is not None and self._problem is None:
+        if self._problem is None:
             self._problem = problem
-            if self._task is not asyncio.current_task():
-                self._task.cancel()
+            if self._awaited is not None and self._awaited is not asyncio.current_task():
+                self._awaited.cancel()
 
 
 def _response(replica: HeldReplica, *, complete: bool = False) -> Any:
