@@ -483,6 +483,22 @@ def test_status_follows_the_updates(session: SidecarClient, sidecar: ScriptedSid
     )
 
 
+def test_what_is_ingested_is_all_of_it_before_the_hand_over_is_answered(
+    session: SidecarClient, sidecar: ScriptedSidecar
+) -> None:
+    saving = begin(session)
+    assert saving.handle.status().bytes_ingested == 0
+    rank = save_pb2.RankStatus(rank=CONTEXT.rank, phase=save_pb2.RANK_PHASE_INGESTED)
+    update = save_pb2.SaveStatus(
+        save=CONTEXT.save, state=save_pb2.SAVE_STATE_INGESTED, attempt=ATTEMPT, ranks=[rank]
+    )
+    with sidecar.changed:
+        sidecar._updates.append(update)
+        sidecar.changed.notify_all()
+    wait_until(lambda: saving.handle.status().state == "INGESTED")
+    assert saving.handle.status().bytes_ingested == saving.handle.status().bytes > 0
+
+
 def test_an_ended_save_leaves_nothing_behind(session: SidecarClient) -> None:
     gc.collect()
     gc.disable()

@@ -369,21 +369,25 @@ class StatusFollower:
             claim.on_status(update)
         own = [rank for rank in update.ranks if rank.rank == self._context.rank]
         uploaded = sum(rank.bytes_uploaded for rank in own)
+        committed = update.state == save_pb2.SAVE_STATE_COMMITTED
+        # The response to the hand-over may come later.
+        ingested = committed or any(rank.phase in _NEED_NO_TRAINER for rank in own)
         self.resolver.update(
             lambda status: dataclasses.replace(
                 status,
                 attempt=update.attempt or status.attempt,
                 save_state=update.state,
                 total_bytes=update.bytes_total or status.total_bytes,
+                bytes_ingested=status.bytes if ingested else status.bytes_ingested,
                 bytes_uploaded=max(status.bytes_uploaded, uploaded),
                 waiting_on=self.waiting.text,
                 failures={failure.rank: failure for failure in update.failures},
             )
         )
-        if any(rank.phase in _NEED_NO_TRAINER for rank in own):
+        if ingested:
             # The plan may be confirmed after this rank has waited for it long enough.
             self.resolver.ingested()
-        if update.state == save_pb2.SAVE_STATE_COMMITTED:
+        if committed:
             self._commit(update)
         elif update.state == save_pb2.SAVE_STATE_ABORTED:
             with self._lock:
