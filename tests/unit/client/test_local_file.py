@@ -31,12 +31,12 @@ def path(tmp_path: Path, data: bytes) -> Path:
     return path
 
 
-def opened(path: Path, data: bytes, *, blocks: bool = True) -> LocalFile:
+def opened(path: Path, data: bytes, *, blocks: bool = True, stamp: bytes = STAMP) -> LocalFile:
     block_bytes, column = Checksums().followed_by(memoryview(data)).columns()
     file = records_pb2.DataFile(name="f", size=SIZE, crc32c=crc32c.crc32c(data))
     if blocks:
         file.block_bytes, file.block_crc32c = block_bytes, column
-    located = restore_pb2.LocatedFile(file=file, stamp=STAMP, stamp_offset=SIZE + 24)
+    located = restore_pb2.LocatedFile(file=file, stamp=stamp, stamp_offset=SIZE + 24)
     return LocalFile(located, os.open(path, os.O_RDONLY))
 
 
@@ -192,10 +192,14 @@ def test_another_stamp_fails_every_read(path: Path, data: bytes) -> None:
 
 
 def test_a_shorter_file_fails(path: Path, data: bytes) -> None:
-    file = opened(path, data)
-    os.truncate(path, 100)
-    with pytest.raises(IntegrityError):
+    file, plain = opened(path, data), opened(path, data, stamp=b"")
+    os.truncate(path, BLOCK_BYTES + 100)
+    with pytest.raises(IntegrityError, match="the spool file of f was truncated"):
         read(file, 0, 10)
+    assert read(plain, 0, BLOCK_BYTES) == data[:BLOCK_BYTES]
+    for block, length in ((1, 10), (1, BLOCK_BYTES), (2, 1000)):
+        with pytest.raises(IntegrityError, match="of f ends at byte"):
+            read(plain, block * BLOCK_BYTES, length)
 
 
 def test_nothing_is_read_beyond_the_end_of_the_data_file(path: Path, data: bytes) -> None:

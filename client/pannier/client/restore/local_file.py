@@ -25,8 +25,9 @@ from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import IntegrityError
 from pannier.wire.records import parse_blocks
 
-_PIECE: Final = 256 << 10
-"""Bytes that are read before their checksum is taken: then they are in the processor's cache."""
+_PIECE: Final = 2 << 20
+"""Bytes that are read before their checksum is taken: then they are in the processor's cache. In smaller pieces,
+threads wait more for one another's turn of the interpreter."""
 _DIRECT_PARTS: Final = 0.5
 """Of a block that are wanted together, from which on the rest is read and dropped."""
 _CACHED: Final = 4
@@ -212,8 +213,10 @@ class LocalFile:
             done += count
 
     def _check_stamp(self) -> None:
-        stamp = self._stamp
-        if stamp and os.pread(self._fd, len(stamp), self._stamp_offset) != stamp:
+        found = os.pread(self._fd, len(self._stamp), self._stamp_offset)
+        if len(found) < len(self._stamp):
+            raise IntegrityError(f"the spool file of {self._file.name} was truncated")
+        if found != self._stamp:
             raise IntegrityError(
                 f"a trainer has staged another save into the spool file of {self._file.name}"
             )
