@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -281,7 +281,9 @@ def test_a_checksum_mismatch_is_repaired_once_and_reported_the_second_time(
     target = f"gs://bucket/flipped/{times}"
     server.options(ignore_checksums=True)
     server.fault(**PIECES, kind="corrupt", times=times)
-    ranks.save(target, 1)
+    # What is streamed is uploaded at once: the second failure may come before all is handed over.
+    with nullcontext() if times == 1 else suppress(SaveAbortedError):
+        ranks.save(target, 1)
     status = ended(daemons, target)
     if times == 1:
         assert status.state == COMMITTED

@@ -149,8 +149,11 @@ class Job:
     def wait_for(self, text: str, times: int = 1, timeout: float = 150) -> None:
         """Returns when ``text`` was written so often."""
         deadline = time.monotonic() + timeout
-        while self.output().count(text) < times:
+        while True:
+            # Before the output is read: they may write it and end.
             ended = all(agent.returncode is not None for agent in self.agents.values())
+            if self.output().count(text) >= times:
+                return
             if ended or time.monotonic() > deadline:
                 logs = "\n".join(agent.log() for agent in self.agents.values())
                 raise AssertionError(

@@ -69,8 +69,11 @@ class Ranks:
     def wait_for(self, text: str, *, rank: int = 0, timeout: float = BOUND_S) -> None:
         """Returns when the rank has written ``text``."""
         deadline = time.monotonic() + timeout
-        while text not in self.output(rank):
+        while True:
+            # Before its output is read: a rank may write it and end.
             ended = all(process.returncode is not None for process in self.processes)
+            if text in self.output(rank):
+                return
             if ended or time.monotonic() > deadline:
                 why = "ended" if ended else f"did not within {timeout} s"
                 everything = "\n".join(self.output(i) for i in range(len(self._outputs)))
