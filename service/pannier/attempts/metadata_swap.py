@@ -184,6 +184,8 @@ async def install(store: Store, decision: records_pb2.Decision) -> None:
         except OccupiedError as error:
             # Committed after the decision: this attempt must not be installed later, either.
             await settle_copies(store, [decision], wrote=wrote)
+            if await store.stat(object_names.METADATA) != info:
+                continue  # Removed or replaced meanwhile, maybe by another coordinator of this attempt.
             await _remove_records(store, decision)
             _log.warning("%s: attempt %s isn't installed: %s", store.url, decision.attempt, error)
             raise
@@ -352,35 +354,41 @@ async def find_standing(store: Store) -> tuple[ObjectInfo | None, object_names.A
 
 
 async def _read_standing(store: Store) -> _Standing:
-    info, checksum = await stat_metadata(store)
-    if info is None:
-        return _Standing(None, 0, None)
-    records = await store.list(object_names.attempts_prefix())
-    committed = await find_committed(store, records, info.size, checksum)
-    if committed is not None:
-        return _Standing(info, checksum, committed, records)
-    # A stale listing (NFS) may lack it: a newer one would be taken for foreign, and replaced.
-    attempt, files = await _read_names(store)
-    decision = await read_decision(store, attempt) if attempt else None
-    if decision is not None:
-        committed = match({attempt: decision}, info.size, checksum)
-    gone = bool(attempt) and decision is None and await _lacks_one(store, files)
-    return _Standing(info, checksum, committed, records, gone)
+    async for _ in contend(_RACES):
+        info, checksum = await stat_metadata(store)
+        if info is None:
+            return _Standing(None, 0, None)
+        records = await store.list(object_names.attempts_prefix())
+        committed = await find_committed(store, records, info.size, checksum)
+        if committed is not None:
+            return _Standing(info, checksum, committed, records)
+        # A stale listing (NFS) may lack it: a newer one would be taken for foreign, and replaced.
+        try:
+            content = await store.read(object_names.METADATA)
+        except NotFoundError:
+            continue
+        if (len(content), crc32c.crc32c(content)) != (info.size, checksum):
+            continue  # Another one's by now: what names its attempt says nothing about this one.
+        attempt, files = await _read_names(content, f"{store.url}/{object_names.METADATA}")
+        decision = await read_decision(store, attempt) if attempt else None
+        if decision is not None:
+            committed = match({attempt: decision}, info.size, checksum)
+        gone = bool(attempt) and decision is None and await _lacks_one(store, files)
+        return _Standing(info, checksum, committed, records, gone)
+    raise _changing(store, "was compared with the records")
 
 
-async def _read_names(store: Store) -> tuple[str, frozenset[str]]:
-    """The attempt that ``.metadata`` names as its own, if any, and its files."""
+async def _read_names(content: bytes, where: str) -> tuple[str, frozenset[str]]:
+    """The attempt that a ``.metadata`` names as its own, if any, and its files."""
     try:
-        content = await store.read(object_names.METADATA)
-        where = f"{store.url}/{object_names.METADATA}"
         return await asyncio.to_thread(saved_by, content, where)
-    except (NotFoundError, IntegrityError):
-        return "", frozenset()  # Replaced meanwhile, or not DCP's: it belongs to no attempt.
+    except IntegrityError:
+        return "", frozenset()  # Not DCP's: it belongs to no attempt.
 
 
 async def _lacks_one(store: Store, files: frozenset[str]) -> bool:
-    """Whether a data file is missing: a removal begins with those."""
-    return bool(files) and await store.stat(min(files)) is None
+    """Whether a data file is missing, or none is needed: a removal begins with those."""
+    return not files or await store.stat(min(files)) is None
 
 
 async def stat_metadata(store: Store) -> tuple[ObjectInfo | None, int]:
@@ -398,6 +406,10 @@ async def stat_metadata(store: Store) -> tuple[ObjectInfo | None, int]:
         again = await store.stat(object_names.METADATA)
         if again is not None and again.generation == info.generation:
             return info, crc32c.crc32c(data)
-    raise StorageError(
-        f"{store.url}: {object_names.METADATA} changed {_RACES} times while it was read"
+    raise _changing(store, "was read")
+
+
+def _changing(store: Store, during: str) -> StorageError:
+    return StorageError(
+        f"{store.url}: {object_names.METADATA} changed {_RACES} times while it {during}"
     )
