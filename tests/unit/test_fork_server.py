@@ -131,3 +131,12 @@ os.kill(os.getpid(), 9)
             continue
     _, alive = psutil.wait_procs(left, timeout=BOUND_S)
     assert not alive
+
+
+def test_one_that_hangs_says_where(tmp_path: Path) -> None:
+    source = "import time\ndef hangs():\n    print('here')\n    time.sleep(1000)\nhangs()\n"
+    started = process(tmp_path, source)
+    wait_until(lambda: "here" in started.log())
+    with pytest.raises(AssertionError, match=r"script still runs.*\n(.*\n)+.*line 4 in hangs"):
+        started.wait(0)
+    started.close()

@@ -12,6 +12,7 @@ A server is single-threaded, and ends with all that it has started when its test
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -63,6 +64,8 @@ TORCH: Final = (
 )
 """Modules of a coordinator, of ``pannier recover`` and of ranks."""
 
+STACKS: Final = signal.SIGUSR2
+"""A process writes the stacks of its threads to standard error."""
 _START_S: Final = 60.0
 _ORDER_BYTES: Final = 1 << 18
 _INTEGER: Final = struct.Struct("q")
@@ -318,6 +321,7 @@ def _detach(standard: Sequence[int], cwd: str) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(STACKS, all_threads=True)
     for descriptor, number in zip(standard, (1, 2, 0), strict=False):
         os.dup2(descriptor, number)
         os.close(descriptor)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from support.processes.fork_server import Forked, server_for, server_pids
+from support.processes.fork_server import STACKS, Forked, server_for, server_pids
 from support.processes.stretch import BOUND_S
 
 SESSION = uuid.uuid4().hex[:8]
@@ -20,6 +20,8 @@ SESSION = uuid.uuid4().hex[:8]
 MARKER = "PANNIER_TEST_SESSION"
 """Environment variable that every process of this session inherits, however far it detaches."""
 LOG_TAIL = 64 << 10
+_WRITTEN_S = 0.5
+"""Until a process that hangs has written its stacks."""
 
 _running: set["Process"] = set()
 _logs: dict[str, tuple[str, str]] = {}
@@ -115,9 +117,16 @@ class Process:
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
+            self._write_stacks()
             raise AssertionError(
                 f"{self.name} still runs after {timeout} s:\n{self.log()}"
             ) from None
+
+    def _write_stacks(self) -> None:
+        if isinstance(self._process, Forked):
+            self.signal(STACKS)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_WRITTEN_S)
 
     def stop(self, timeout: float = BOUND_S) -> int:
         """SIGTERM, then the exit status."""
