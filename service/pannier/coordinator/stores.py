@@ -42,6 +42,11 @@ class _Shared(Generic[_Answer]):
         for notify in list(self.listeners):
             notify(reason)
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended without an answer."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
     async def answer(self) -> _Answer:
         """The answer; a save that is aborted meanwhile doesn't cancel it for the others."""
         notify = retry_callback()
@@ -193,19 +198,17 @@ async def _once(
         cancel_unawaited: no answer is needed once all saves that waited for it were aborted.
     """
     shared = known.get(key)
-    if shared is None:
+    # A failed one is still here when all saves that waited for it were aborted before.
+    if shared is None or shared.failed:
         shared = known[key] = _Shared(ask)
         while len(known) > _KEPT:
             known.popitem(last=False)
     try:
         return await shared.answer()
     except BaseException:
-        task = shared.task
-        if cancel_unawaited and not shared.waiting and not task.done():
-            task.cancel()
-            failed = True
-        else:
-            failed = task.done() and (task.cancelled() or task.exception() is not None)
-        if failed and known.get(key) is shared:
+        unawaited = cancel_unawaited and not shared.waiting and not shared.task.done()
+        if unawaited:
+            shared.task.cancel()
+        if (unawaited or shared.failed) and known.get(key) is shared:
             del known[key]
         raise

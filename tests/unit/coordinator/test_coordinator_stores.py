@@ -100,6 +100,24 @@ def test_a_root_that_denies_is_judged_by_the_probe(tmp_path: Path) -> None:
         asyncio.run(asyncio.wait_for(scenario(server), 2 * BOUND_S))
 
 
+def test_a_probe_that_failed_after_its_only_save_was_aborted_is_made_again(tmp_path: Path) -> None:
+    async def scenario(server: GcsServer) -> None:
+        found = of(server.url)
+        server.fault(kind="status", status=403, times=-1)
+        asked = asyncio.ensure_future(found.contact(context(0, ID)))
+        await asyncio.sleep(0)
+        (probe,) = found._probes.values()
+        asked.cancel()
+        await asyncio.wait([asked, probe.task])
+        assert asked.cancelled()
+        assert probe.failed
+        server.clear()
+        await found.contact(context(0, ID))
+
+    with GcsServer(tmp_path) as server:
+        asyncio.run(asyncio.wait_for(scenario(server), 2 * BOUND_S))
+
+
 def test_an_incarnation_whose_save_was_aborted_takes_no_number_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
