@@ -46,6 +46,8 @@ class MemoryMapping:
         self.copy_of = ""
         """The group whose newest committed save it holds, which loads read in the sidecar's spool; "": none."""
         self.capacity = 0
+        self.unpin: Callable[[], object] = lambda: None
+        """Ends what a device's driver was told about the memory; called before it is unmapped."""
 
     @property
     def usable(self) -> bool:

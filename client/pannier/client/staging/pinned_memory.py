@@ -52,8 +52,10 @@ def _register(mapping: MemoryMapping, device_type: str) -> str:
         _forget_error()
         text = runtime.cudaGetErrorString(code)
         return f"cudaHostRegister refuses {mapping.capacity} bytes of the arena: {text}"
-    # Runs before the mapping frees its memory. At the end of the process the driver unregisters it.
-    finalize(mapping, _unregister, os.getpid(), mapping.address).atexit = False
+    # Runs once, before the mapping frees its memory: by its source, or when the mapping is gone.
+    unpin = mapping.unpin = finalize(mapping, _unregister, os.getpid(), mapping.address)
+    # At the end of the process the driver unregisters it.
+    unpin.atexit = False
     return ""
 
 

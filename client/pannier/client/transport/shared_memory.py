@@ -259,6 +259,9 @@ class FileLeases:
         """
         files = [each.file for each in mappings if isinstance(each, SpoolMapping)]
         for each in mappings:
+            # A range that is unmapped, but pinned, would let devices write to its former pages.
+            each.unpin()
+            # Whatever else still references the mapping, as a traceback may.
             each.memory = None
         mappings.clear()
         if self.lost:
