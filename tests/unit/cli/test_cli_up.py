@@ -19,6 +19,8 @@ from click.testing import CliRunner, Result
 from pannier.cli.commands import up as up_command
 from pannier.cli.commands.up import default_spool
 from pannier.cli.main import cli
+from pannier.sidecar.spool.journal import Journal
+from pannier.v1 import journal_pb2, records_pb2, save_pb2
 from pannier.wire import addresses
 from pannier.wire.version import WIRE_VERSION
 from support.processes.daemons import clean_environment, short_directory
@@ -426,3 +428,38 @@ def test_the_spool_is_on_tmpfs_only_with_room_for_a_state_twice(
     usual = Path("/tmp/usual")
     spool = default_spool(usual, usual)
     assert spool.parent == (Path("/dev/shm") if roomy else usual)
+
+
+@pytest.mark.parametrize("state", ["none", "stored", "failed", "ended", "ingested", "damaged"])
+def test_an_exit_discards_a_spool_only_when_nothing_in_it_awaits_upload(
+    tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, spool = tmp_path / "run", tmp_path / "spool"
+    for path in (directory, spool):
+        path.mkdir()
+    (directory / "daemons.json").write_text("{}")
+    (spool / "00000001.data").write_bytes(b"x" * 10)
+    Record = journal_pb2.JournalRecord
+    records = [
+        Record(part=1, begun=journal_pb2.PartBegun(attempt="i1-a1-g00000000-s1")),
+        Record(part=1, ingested=records_pb2.Receipt(plan_id="p")),
+        *{
+            "stored": [Record(part=1, stored=journal_pb2.ReceiptStored())],
+            "failed": [Record(part=1, failed=save_pb2.Failure(message="403"))],
+            "ended": [
+                Record(part=1, ended=journal_pb2.PartEnded(state=save_pb2.SAVE_STATE_ABORTED))
+            ],
+        }.get(state, []),
+    ]
+    if state != "none":
+        journal = Journal(spool)
+        journal.rewrite(records)
+        journal.close(remove=False)
+    if state == "damaged":
+        (spool / "journal").write_bytes(b"something else")
+    up_command._discard(directory, spool)
+    stays = state in ("ingested", "damaged")
+    assert (directory / "daemons.json").exists() == stays
+    assert (spool / "00000001.data").exists() == stays
+    assert spool.exists() == stays
+    assert ("not in storage yet" in caplog.text) == stays
