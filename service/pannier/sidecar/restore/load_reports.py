@@ -46,6 +46,8 @@ class LoadReports:
         self._job = job
         self._streams: dict[str, int] = {}
         """Open ones by call."""
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        """Of calls without an open one: then they are lost."""
         self._idle_since = time.monotonic()
 
     async def follow(self, requests: AsyncIterator[load_status_pb2.ReportRequest]) -> None:
@@ -61,7 +63,7 @@ class LoadReports:
                     _check_version(request.wire_version)
                     self._registry.apply(self._named(report))
                     call = report.call
-                    self._streams[call] = self._streams.get(call, 0) + 1
+                    self._open(call)
                 elif report.call != call:
                     raise InvalidRequestError("a stream of reports is about one call of load")
                 else:
@@ -107,16 +109,23 @@ class LoadReports:
             report.job = self._job
         return report
 
+    def _open(self, call: str) -> None:
+        self._streams[call] = self._streams.get(call, 0) + 1
+        timer = self._timers.pop(call, None)
+        if timer is not None:
+            timer.cancel()
+
     def _close(self, call: str) -> None:
         self._streams[call] -= 1
         if not self._streams[call]:
             del self._streams[call]
             self._idle_since = time.monotonic()
-            asyncio.get_running_loop().call_later(timeouts.LOAD_RETURN_S, self._lose, call)
+            loop = asyncio.get_running_loop()
+            self._timers[call] = loop.call_later(timeouts.LOAD_RETURN_S, self._lose, call)
 
     def _lose(self, call: str) -> None:
-        if call not in self._streams:
-            self._registry.lose(call, "died while it loaded")
+        del self._timers[call]
+        self._registry.lose(call, "died while it loaded")
 
 
 def _check_version(version: int) -> None:

@@ -205,6 +205,8 @@ class Connections:
         self._trainers = trainers
         self._connections: dict[Key, list[_Connection]] = {}
         self._last_pids: dict[Key, int] = {}
+        self._timers: dict[Key, asyncio.TimerHandle] = {}
+        """Of ranks whose clients are not connected: then they fail."""
         self._idle_since = time.monotonic()
         self._ended = False
 
@@ -277,9 +279,9 @@ class Connections:
     def expect(self, rank: RankSave, within_s: float = timeouts.TRAINER_CONNECT_S) -> None:
         """The rank handed something in: fails it unless its client is connected soon."""
         key = (rank.save.id.job, rank.save.id.incarnation, rank.rank)
-        if key in self._connections:
+        if key in self._connections or key in self._timers:
             return
-        self._check_later(key, within_s)
+        self._fail_later(key, within_s)
 
     def jobs(self) -> set[str]:
         """Jobs with a connected client."""
@@ -302,6 +304,8 @@ class Connections:
     def close(self) -> None:
         """Ends all streams, for good."""
         self._ended = True
+        for key in list(self._timers):
+            self._stop_timer(key)
         for connection in self._all():
             connection.close()
 
@@ -346,6 +350,8 @@ class Connections:
                 "times, which is the limit: does a process make one client after the other?"
             )
         self._connections[connection.key] = listed
+        # The grace that an earlier end gave is over: the next end gives all of it again.
+        self._stop_timer(connection.key)
         # The same client again: its previous stream broke, which this end hasn't noticed yet.
         previous = [each for each in listed if each.client == connection.client]
         listed.append(connection)
@@ -364,15 +370,23 @@ class Connections:
         if last and connection.closing:
             self._trainers.remove(connection.key)
         if last:
-            self._check_later(connection.key, connection.grace_s, closed=connection.closing)
+            self._fail_later(connection.key, connection.grace_s, closed=connection.closing)
 
-    def _check_later(self, key: Key, delay_s: float, *, closed: bool = False) -> None:
-        asyncio.get_running_loop().call_later(delay_s, self._fail_if_dead, key, closed)
+    def _fail_later(self, key: Key, delay_s: float, *, closed: bool = False) -> None:
+        """Fails the rank unless its client connects before."""
+        self._stop_timer(key)
+        if not self._ended:
+            loop = asyncio.get_running_loop()
+            self._timers[key] = loop.call_later(delay_s, self._fail, key, closed)
 
-    def _fail_if_dead(self, key: Key, closed: bool) -> None:
+    def _stop_timer(self, key: Key) -> None:
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _fail(self, key: Key, closed: bool) -> None:
         """Fails the ranks of a disconnected client that still need it."""
-        if key in self._connections or self._ended:
-            return
+        del self._timers[key]
         pid = self._last_pids.pop(key, 0)
         process = f"process {pid}" if pid else "process"
         if pid and not closed:
