@@ -95,6 +95,7 @@ class Stores:
         """The save's attempt, which orders it among others; probes the root at its first use.
 
         Raises:
+            InvalidRequestError, ConfigurationError: as :meth:`contact`.
             StorageError: with the provider's message.
             SupersededError: a newer incarnation has begun, and this one has not saved before.
         """
@@ -115,7 +116,8 @@ class Stores:
         return object_names.Attempt(number, save.number, save.group, save.incarnation)
 
     async def find_attempt(self, context: sidecar_pb2.SaveContext) -> object_names.Attempt | None:
-        """The save's attempt, or None if its incarnation has no number. Raises StorageError."""
+        """The save's attempt, or None if its incarnation has no number. Raises as :meth:`contact`."""
+        check_allowed(context.checkpoint_id, self._allow)
         save, (root, _) = context.save, object_names.split_checkpoint_id(context.checkpoint_id)
         claim = _claim(context)
         number = await self._ask(root, lambda known, store: known.find(store, claim))
@@ -126,7 +128,14 @@ class Stores:
         )
 
     async def contact(self, context: sidecar_pb2.SaveContext) -> None:
-        """Probes the root at its first use. Raises StorageError with the provider's message."""
+        """Probes the root at its first use.
+
+        Raises:
+            InvalidRequestError, ConfigurationError: it is not below an allowed root, where nothing is written.
+            StorageError: with the provider's message.
+        """
+        # A resumed save may have been planned by an earlier process, whose roots were others.
+        check_allowed(context.checkpoint_id, self._allow)
         root, _ = object_names.split_checkpoint_id(context.checkpoint_id)
         await _once(self._probes, root, lambda: self._probe(root))
 

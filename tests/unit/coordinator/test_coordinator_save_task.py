@@ -12,16 +12,20 @@ from google.protobuf import json_format
 from pannier.attempts.manifests import publish
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.planning.columns import RankPlan
+from pannier.coordinator.planning.custom_planners import Planners
 from pannier.coordinator.planning.global_plan import make_global_plan
-from pannier.coordinator.saves.registry import ENDED_KEPT
+from pannier.coordinator.saves.registry import ENDED_KEPT, Registry
+from pannier.coordinator.saves.save_task import SaveTasks
 from pannier.coordinator.saves.save_view import status
 from pannier.coordinator.saves.states import PlanMode, State
 from pannier.coordinator.stores import Stores
+from pannier.daemon.status_registry import StatusRegistry
 from pannier.storage import Store, open_store
 from pannier.v1 import plan_pb2, records_pb2, save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError
 from support.actors.ranks_by_hand import (
+    context,
     local_plan,
     rank_plans,
     receipt_of,
@@ -29,6 +33,7 @@ from support.actors.ranks_by_hand import (
     thing,
 )
 from support.actors.scene import Scene, attempt_of
+from support.processes.stretch import BOUND_S
 
 
 def play(scenario: Callable[[Scene], Awaitable[None]], checkpoint_id: str = "") -> None:
@@ -98,6 +103,33 @@ def test_a_place_that_is_a_file_ends_the_save(tmp_path: Path) -> None:
         assert "not a directory" in failure.message.lower()
 
     play(scenario, str(place))
+
+
+def test_a_save_that_was_planned_where_this_coordinator_may_not_write_stays_in_doubt(
+    tmp_path: Path,
+) -> None:
+    """It is started again with a narrower --allow, and a sidecar goes on with an earlier save."""
+    place = tmp_path / "elsewhere" / "run" / "step-1"
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as threads:
+            stores = Stores(allow=[str(tmp_path / "allowed")])
+            tasks = SaveTasks(stores, Planners(), host="here", threads=threads)
+            registry = Registry(StatusRegistry(), begin=tasks.begin, suspect_after_s=5)
+            save = registry.enter(context(0, str(place)))
+            save.resume()
+            await asyncio.wait_for(
+                save.wait_until(lambda: save.state is State.IN_DOUBT and bool(save.storage_wait)),
+                BOUND_S,
+            )
+            assert "start the daemon with another --allow" in status(save).waiting_on.text
+            assert "Error" not in save.storage_wait
+            with pytest.raises(InvalidRequestError, match="not below an allowed root"):
+                await stores.find_attempt(save.context)
+            await tasks.stop()
+
+    asyncio.run(main())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("external", [False, True])

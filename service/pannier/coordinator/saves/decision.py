@@ -32,7 +32,12 @@ from pannier.coordinator.stores import Stores
 from pannier.storage import DeniedError, NotFoundError, StorageError, Store
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import IntegrityError, PannierError
+from pannier.wire.errors import (
+    ConfigurationError,
+    IntegrityError,
+    InvalidRequestError,
+    PannierError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -236,8 +241,16 @@ class AttemptEnd:
 
     async def _find_attempt(self) -> None:
         save, stores = self._save, self._services.stores
+
+        async def ask() -> object_names.Attempt:
+            try:
+                return await stores.attempt(save.context)
+            except (InvalidRequestError, ConfigurationError) as error:
+                # An earlier process may have planned it, when --allow was wider.
+                raise StorageError(f"what became of it can't be read: {error}") from error
+
         try:
-            save.set_attempt(await retry_until_known(save, lambda: stores.attempt(save.context)))
+            save.set_attempt(await retry_until_known(save, ask))
         except SupersededError as error:
             # Its incarnation has no number, so no attempt below the root: nothing is there.
             _log.warning("%s has no attempt in storage: %s", save.label, error)
