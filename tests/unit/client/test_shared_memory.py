@@ -10,12 +10,15 @@ import torch
 
 from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.staging.pinned_memory import pin
+from pannier.client.transport import shared_memory
 from pannier.client.transport.shared_memory import FileLeases
+from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
+from pannier.wire.errors import PannierError, UnavailableError
 from pannier.wire.file_layout import STAMP_BYTES
+from support.processes.stretch import BOUND_S
 
 MIB = 1 << 20
-PATTERN = b"\5" * 16
 
 
 def mapped(address: int) -> bool:
@@ -37,6 +40,8 @@ class Sidecar:
         """What :meth:`release` looks at."""
         self.mapped_at_release: bool | None = None
         self.reserved = 0
+        self.holds_back = False
+        """Whether descriptors stay here until they are passed."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         self._listener.listen()
@@ -51,7 +56,8 @@ class Sidecar:
         for size in sizes:
             self.reserved += 1
             files.append(sidecar_pb2.LeasedFile(spool_file=f"file-{self.reserved}", capacity=size))
-        self.pass_descriptors(files)
+        if not self.holds_back:
+            self.pass_descriptors(files)
         return sidecar_pb2.ReserveResponse(token=b"t" * 16, files=files)
 
     def pass_descriptors(self, files: Sequence[sidecar_pb2.LeasedFile]) -> None:
@@ -66,6 +72,13 @@ class Sidecar:
     def release(self, files: Sequence[str]) -> None:
         self.released += files
         self.mapped_at_release = mapped(self.address)
+
+    def is_left(self) -> bool:
+        """Whether the client has closed its connection."""
+        self._connection.settimeout(BOUND_S)
+        while data := self._connection.recv(1 << 10):
+            assert not data.strip(b"t")  # tokens
+        return True
 
     def close(self) -> None:
         self._connection.close()
@@ -113,3 +126,71 @@ def test_a_file_is_unpinned_then_unmapped_then_released(
     assert sidecar.mapped_at_release is False
     kept.clear()
     assert len(runtime.mapped_at_unregister) == 1
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("step", ["_map", "populate"])
+def test_files_that_cannot_all_be_mapped_are_all_released(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    leases = sidecar.connect()
+    found = getattr(shared_memory, step)
+    addresses: list[int] = []
+
+    def fails_for_the_second(first: int, length: int) -> int | None:
+        if addresses and step == "_map":
+            raise PannierError("the host has no memory")
+        result: int | None = found(first, length)
+        addresses.append(result or first)
+        if len(addresses) > 1:
+            raise PannierError("the host has no memory")
+        return result
+
+    before = open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, step, fails_for_the_second)
+        # The error, which pytest keeps, holds the frames that mapped them.
+        with pytest.raises(PannierError, match="the host has no memory") as raised:
+            leases.map_files([MIB, MIB, MIB])
+    assert sidecar.released == ["file-1", "file-2", "file-3"]
+    assert not any(map(mapped, addresses))
+    assert open_files() == before
+    assert not leases.lost
+    assert leases.map_files([MIB])[0].file == "file-4"
+    del raised
+
+
+def test_files_whose_release_fails_too_leave_the_first_error(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = sidecar.connect()
+
+    def fails(*_: object) -> None:
+        raise PannierError("no memory")
+
+    def release(_: Sequence[str]) -> None:
+        raise UnavailableError("no sidecar")
+
+    monkeypatch.setattr(shared_memory, "populate", fails)
+    monkeypatch.setattr(leases, "_release", release)
+    with pytest.raises(PannierError, match="no memory"):
+        leases.map_files([MIB])
+
+
+def test_late_descriptors_are_not_taken_for_those_of_the_next_files(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "DESCRIPTORS_S", 0.05)
+    leases = sidecar.connect()
+    sidecar.holds_back = True
+    with pytest.raises(UnavailableError, match="did not pass its files"):
+        leases.map_files([MIB])
+    # All leases have ended with the connection, and the client connects again.
+    assert leases.lost
+    assert sidecar.is_left()
+    assert not sidecar.released
+    with pytest.raises(PannierError):
+        leases.map_files([2 * MIB])

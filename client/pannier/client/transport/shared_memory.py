@@ -79,8 +79,12 @@ class SpoolMapping(MemoryMapping):
         unmap = weakref.finalize(array, _unmap, os.getpid(), address, length)
         unmap.atexit = False
         _libc.madvise(address, length, mmap.MADV_DONTFORK)
-        advise_huge(address, length)
-        populate(address, length)
+        try:
+            advise_huge(address, length)
+            populate(address, length)
+        except BaseException:
+            unmap()  # This frame, which the traceback holds, keeps the array.
+            raise
         self.address = address
         self.capacity = capacity
         whole = memoryview(array).cast("B")
@@ -239,18 +243,33 @@ class FileLeases:
         """
         with self._lock:
             reserved = self._reserve(sizes)
-            fds: list[int] = []
             try:
-                fds = fetch_descriptors(self._connection, reserved.token, len(reserved.files))
-                return [
-                    SpoolMapping(self, file.spool_file, file.capacity, fd)
-                    for file, fd in zip(reserved.files, fds, strict=True)
-                ]
+                return self._map_reserved(reserved)
             except OSError as error:
                 raise UnavailableError(f"the sidecar did not pass its files: {error}") from error
+
+    def _map_reserved(self, reserved: sidecar_pb2.ReserveResponse) -> list[SpoolMapping]:
+        """Maps all files, or releases all. Raises PannierError or OSError."""
+        try:
+            fds = fetch_descriptors(self._connection, reserved.token, len(reserved.files))
+        except BaseException:
+            # Descriptors that come later would be taken for those of the next files.
+            self.close()
+            raise
+        mappings: list[SpoolMapping] = []
+        try:
+            try:
+                for file, fd in zip(reserved.files, fds, strict=True):
+                    mappings.append(SpoolMapping(self, file.spool_file, file.capacity, fd))
             finally:
                 for fd in fds:
                     os.close(fd)
+        except BaseException:
+            for each in mappings:
+                each.memory = None
+            self._report_unmapped([file.spool_file for file in reserved.files])
+            raise
+        return mappings
 
     def unmap_files(self, mappings: list[MemoryMapping]) -> None:
         """Unmaps these, which only the list references, and reports that to the sidecar.
@@ -264,6 +283,9 @@ class FileLeases:
             # Whatever else still references the mapping, as a traceback may.
             each.memory = None
         mappings.clear()
+        self._report_unmapped(files)
+
+    def _report_unmapped(self, files: Sequence[str]) -> None:
         if self.lost:
             return
         try:
