@@ -167,6 +167,21 @@ def test_a_guard_that_is_removed_guards_no_more(loop: Loop) -> None:
     assert not any(map(guards._may_defer(), loop.state().values()))
 
 
+def test_what_is_being_copied_when_a_guard_is_removed_is_waited_for(loop: Loop) -> None:
+    guards = Guards()
+    guard = guards.add(loop.optimizer, wait=True)
+    before = {key: value.clone() for key, value in loop.state().items()}
+    deferred = loop.begin(guards.copies("overlapped"), loop.state())
+    assert deferred is not None
+    guards.add_copies(deferred)
+    with guard:
+        assert loop.stream.stream_waits == 0
+    assert loop.stream.stream_waits == 1
+    loop.optimizer.step()
+    deferred.finish()
+    assert_equal(loop.saved(), before)
+
+
 def test_a_guard_that_does_not_wait_only_names_the_owner(loop: Loop) -> None:
     guards = Guards()
     guards.add(loop.optimizer, wait=False)

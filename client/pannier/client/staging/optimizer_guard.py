@@ -42,9 +42,14 @@ class Guard:
         return self._optimizer()
 
     def remove(self) -> None:
-        """Ends the guard: steps no longer wait, and its tensors are copied before ``async_save`` returns."""
-        self._hook.remove()
+        """Ends the guard: steps no longer wait, and its tensors are copied before ``async_save`` returns.
+
+        The stream waits for copies under way here: later steps don't.
+        """
         guards = self._guards()
+        if self._wait and guards is not None and not device_stream.is_capturing():
+            guards.make_stream_wait()
+        self._hook.remove()
         if guards is not None:
             guards.discard(self)
 
