@@ -13,6 +13,7 @@ import pytest
 
 from support.actors.scripted_sidecar import wait_until
 from support.processes import fork_server
+from support.processes.daemons import clean_environment
 from support.processes.fork_server import server_for
 from support.processes.processes import Process, python
 from support.processes.stretch import BOUND_S
@@ -53,7 +54,7 @@ def process(
     return Process(
         "script",
         python(str(script), "one"),
-        environment=environment,
+        environment={**clean_environment(), **environment},
         log=directory / "log",
         cwd=directory,
         imported=imported,
@@ -134,7 +135,9 @@ os.kill(os.getpid(), 9)
 
 
 def test_one_that_hangs_says_where(tmp_path: Path) -> None:
-    source = "import time\ndef hangs():\n    print('here')\n    time.sleep(1000)\nhangs()\n"
+    source = (
+        "import time\ndef hangs():\n    print('here', flush=True)\n    time.sleep(1000)\nhangs()\n"
+    )
     started = process(tmp_path, source)
     wait_until(lambda: "here" in started.log())
     with pytest.raises(AssertionError, match=r"script still runs.*\n(.*\n)+.*line 4 in hangs"):
