@@ -194,6 +194,8 @@ def test_what_was_never_planned_does_not_wait_for_a_planned_ones_time(
     place = tmp_path / "step-3"
     write_attempt(place, LEFT, commit=False, timeout_s=900)
     (place / object_names.manifest(LEFT)).unlink()
+    for rank in (0, 1):
+        (place / object_names.receipt(LEFT, rank)).unlink()
 
     async def story(scene: Scene) -> None:
         await scene.begin()
@@ -203,6 +205,54 @@ def test_what_was_never_planned_does_not_wait_for_a_planned_ones_time(
         assert "it has no plan manifest" in shown.failures[0].message
         left = [path for path in place.rglob("*") if path.is_file()]
         assert left == [place / object_names.decision(LEFT)]
+
+    run(tmp_path, story)
+
+
+def test_what_torch_plans_has_a_saves_time_for_the_receipts_that_its_manifest_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "RESUMED_SAVE_S", 0.2)
+    place = tmp_path / "step-3"
+    write = without_receipt(place, 1)
+    manifest = place / object_names.manifest(LEFT)
+    content = manifest.read_bytes()
+    manifest.unlink()
+
+    async def story(scene: Scene) -> None:
+        await scene.begin()
+        await until(lambda: scene.status.list())
+        await asyncio.sleep(3 * timeouts.RESUMED_SAVE_S)
+        shown = scene.status.get(KEY)
+        assert shown.state == save_pb2.SAVE_STATE_UPLOADING
+        assert shown.waiting_on.deadline_s > timeouts.DEFAULT_SAVE_S / 2
+        # Its own coordinator goes on.
+        write()
+        manifest.with_name("new").write_bytes(content)
+        manifest.with_name("new").replace(manifest)
+        await scene.done()
+        assert scene.state() == save_pb2.SAVE_STATE_COMMITTED
+
+    run(tmp_path, story)
+
+
+def test_a_first_receipt_gives_what_torch_plans_a_saves_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "RESUMED_SAVE_S", 1.0)
+    place = tmp_path / "step-3"
+    write = without_receipt(place, 1)
+    (place / object_names.manifest(LEFT)).unlink()
+    (place / object_names.receipt(LEFT, 0)).unlink()
+
+    async def story(scene: Scene) -> None:
+        await scene.begin()
+        await until(lambda: scene.status.list())
+        assert scene.status.get(KEY).waiting_on.deadline_s <= timeouts.RESUMED_SAVE_S
+        write()
+        await until(
+            lambda: scene.status.get(KEY).waiting_on.deadline_s > timeouts.DEFAULT_SAVE_S / 2
+        )
 
     run(tmp_path, story)
 

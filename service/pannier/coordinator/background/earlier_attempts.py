@@ -2,7 +2,8 @@
 
 In: the first save of an incarnation below a root. Out: each undecided attempt of the job's earlier
 incarnations ended: committed once all its receipts are in storage, or aborted by name once its own time
-is over, by the store's clock; one that was never planned a while after its last object. Status and log name
+is over, by the store's clock; one that was never planned a while after its last object, or after a save's default
+time if ranks have receipts, as in a save that torch plans. Status and log name
 them meanwhile. Attempts whose sidecars report to this coordinator are left to their save's task. One task for
 each root and incarnation. Event loop only.
 """
@@ -101,7 +102,12 @@ class _Earlier:
         now = time.monotonic() + self.clock
         self.extend(found.modified + timeouts.RESUMED_SAVE_S - now)
         if found.manifest is None:
-            # Its trainers have ended before it was planned. A sidecar that goes on with it reports it here.
+            # No rank of a plan of Pannier's writes a receipt before its manifest: torch has planned it, whose
+            # manifest comes after all receipts. Without one, its trainers have ended before it was planned:
+            # a sidecar that goes on with it reports it here.
+            receipts = object_names.receipts_prefix(found.attempt)
+            if any(info.key.startswith(receipts) for info in objects):
+                self.extend(found.modified + timeouts.DEFAULT_SAVE_S - now)
             return
         manifest = object_names.manifest(found.attempt)
         planned = [info.modified for info in objects if info.key == manifest]
