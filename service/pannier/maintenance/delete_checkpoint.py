@@ -17,6 +17,7 @@ A process that dies halfway leaves marks; run it again to finish. Async.
 
 import json
 import os
+import posixpath
 import uuid
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -148,8 +149,7 @@ async def remove_checkpoint(
     for attempt in plan.attempts:
         needed = await find_needed(store)
         removed.objects += await remove_ended(store, attempt, needed=needed)
-    if not plan.undecided:
-        await _discard(store)
+    await _discard(store, plan.attempts)
     await _remove_delayed(store, plan)
     return removed
 
@@ -178,10 +178,29 @@ async def remove_numbering(parent: Store, attempt: str) -> None:
         await parent.delete(info.key, generation=info.generation)
 
 
-async def _discard(store: Store) -> None:
-    """Removes unfinished uploads, temporary files and locks, except of checkpoints in subdirectories."""
-    for item in await store.list_unfinished():
-        if "/" not in item.key or item.key.startswith(object_names.attempts_prefix()):
+async def _discard(store: Store, attempts: Collection[str]) -> None:
+    """Removes unfinished uploads, temporary files and locks, except of checkpoints in subdirectories.
+
+    Those of other attempts stay: a save may have begun since the plan. What names no attempt could be theirs, too.
+
+    Args:
+        attempts: those that were removed.
+    """
+    records = object_names.attempts_prefix()
+    unfinished = [
+        item
+        for item in await store.list_unfinished()
+        if "/" not in item.key or item.key.startswith(records)
+    ]
+    if not unfinished:
+        return
+    # After them: a save that began one of them has its manifest by now, or uploads by its own names.
+    listed = [*await store.list(records), *await store.list("__")]
+    alone = {object_names.attempt_of(info.key) for info in listed} <= {"", *attempts}
+    for item in unfinished:
+        attempt = object_names.attempt_of(posixpath.basename(item.key))
+        may_go = attempt in attempts if attempt else alone
+        if may_go:
             await store.discard(item)
 
 

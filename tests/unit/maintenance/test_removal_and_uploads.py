@@ -1,0 +1,68 @@
+"""The removal of a checkpoint leaves the uploads of a save that has begun meanwhile."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from pannier.maintenance.delete_checkpoint import plan_removal, remove_checkpoint
+from pannier.storage import Store, open_store
+from pannier.storage.base import Unfinished
+from pannier.wire import object_names
+from support.storage.checkpoints import write, write_attempt
+from support.storage.unreliable_store import UnreliableStore
+
+OLD, NEW = (f"i1-inc-g0000000a-s{number}" for number in (1, 2))
+NAMELESS = ".pannier-7-abc"
+BELOW = f"deeper/{object_names.data_file(OLD, 0, 0)}"
+
+
+class Uploading(UnreliableStore):
+    """Has unfinished uploads, as S3 does."""
+
+    def __init__(self, inner: Store, *keys: str) -> None:
+        super().__init__(inner)
+        self.uploads = [Unfinished(key, 0, 0.0, key) for key in keys]
+
+    async def list_unfinished(self) -> list[Unfinished]:
+        return list(self.uploads)
+
+    async def discard(self, item: Unfinished) -> None:
+        self.uploads.remove(item)
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["torch's plan", "Pannier's plan"])
+@pytest.mark.parametrize("before", [False, True], ids=["begins after", "begins before"])
+def test_uploads_of_another_save_stay(tmp_path: Path, planned: bool, before: bool) -> None:
+    """Torch's plan has no manifest yet, so that nothing but its uploads shows it."""
+    write_attempt(tmp_path, OLD)
+    own, other = (object_names.data_file(attempt, 0, 9) for attempt in (OLD, NEW))
+
+    def begin() -> None:
+        if planned:
+            write(tmp_path / object_names.manifest(NEW), b"x")
+
+    async def main() -> list[str]:
+        store = Uploading(open_store(str(tmp_path)), own, other, NAMELESS, BELOW)
+        if before:
+            begin()
+        plan = await plan_removal(store)
+        begin()
+        await remove_checkpoint(store, plan, host="here")
+        await store.close()
+        return [item.key for item in store.uploads]
+
+    left = asyncio.run(main())
+    assert left == ([other, NAMELESS, BELOW] if planned else [other, BELOW])
+
+
+def test_what_names_no_attempt_goes_where_there_is_no_other(tmp_path: Path) -> None:
+    write_attempt(tmp_path, OLD)
+
+    async def main() -> list[str]:
+        store = Uploading(open_store(str(tmp_path)), NAMELESS, f".pannier/{OLD}/{NAMELESS}", BELOW)
+        await remove_checkpoint(store, await plan_removal(store), host="here")
+        await store.close()
+        return [item.key for item in store.uploads]
+
+    assert asyncio.run(main()) == [BELOW]
