@@ -119,6 +119,7 @@ def test_daemons_in_steps_of_their_own_upload_what_is_left_and_leave(
     log = batch(allocation, "sidecars.sbatch", tmp_path, **environment)
     assert left(before) == []
     assert log.count(": attached to the coordinator at a:7070") == 3
+    assert "forcing job termination" not in log
     check(tmp_path)
 
 

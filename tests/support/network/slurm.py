@@ -104,12 +104,15 @@ def srun(allocation: dict[str, list[str]], words: Sequence[str]) -> int:
         for name in names
     ]
 
-    def forward(number: int, frame: object) -> None:
+    def kill(number: int, frame: object) -> None:
+        # As _srun_signal_mgr of Slurm's src/srun/libsrun/srun_job.c: neither signal reaches a task.
+        os.write(2, b"srun: forcing job termination\n")
         for task in tasks:
             with suppress(ProcessLookupError):
-                os.killpg(task.pid, number)
+                os.killpg(task.pid, signal.SIGKILL)
 
-    signal.signal(signal.SIGTERM, forward)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, kill)
     codes = [task.wait() for task in tasks]
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
