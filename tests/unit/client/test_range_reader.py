@@ -1,6 +1,7 @@
 import random
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -185,6 +186,23 @@ def test_memory_stays_within_its_bound(tmp_path: Path, place: StorageDir, reads:
         # Up to three are there already when the first of them is used.
         assert len(reads.sizes) <= seen + 3
     assert seen + 1 == len(reads.sizes) == len(spread())
+
+
+def test_memory_of_long_ranges_is_not_kept_after_their_use(
+    tmp_path: Path, place: StorageDir
+) -> None:
+    length = 100_000
+    fill(tmp_path, "a", 40 * length)
+    # Some are short: their memory is used again.
+    ranges = [Range("a", 2 * n * length, length if n % 4 else 1000) for n in range(20)]
+    bounds: dict[str, Any] = {"threads": 2, "memory_bytes": 1000, "request_bytes": lambda _: 1000}
+    buffers: dict[int, weakref.ref[Any]] = {}
+    reads = [Read(each, lambda _: None) for each in ranges]
+    for run in read_ranges(PartByPart(place), reads, **bounds):
+        buffers.update({id(view.obj): weakref.ref(view.obj) for _, view in run})
+        held = [buffer.nbytes for ref in buffers.values() if (buffer := ref()) is not None]
+        # This one, and what threads haven't let go yet.
+        assert sum(held) <= 6 * length
 
 
 def test_no_more_requests_at_once_than_threads(

@@ -253,7 +253,7 @@ class _Buffers:
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[memoryview]] = defaultdict(list)
-        """By size."""
+        """By their usual size; longer ones are not kept: they would add up beside the limit of memory."""
 
     def take(self, size: int, usual: int) -> memoryview:
         """Uninitialised memory, unlike a bytearray, which would be written twice."""
@@ -262,9 +262,10 @@ class _Buffers:
             return free.pop()[:size]
         return np.empty(max(size, usual), np.uint8).data[:size]
 
-    def give_back(self, memory: memoryview) -> None:
+    def give_back(self, memory: memoryview, usual: int) -> None:
         whole = memoryview(memory.obj)
-        self._free[len(whole)].append(whole)
+        if len(whole) == usual:
+            self._free[usual].append(whole)
 
 
 def read_ranges(
@@ -344,7 +345,7 @@ def read_ranges(
                 run = window.popleft()
                 yield run.contents()
                 if run.buffered:
-                    buffers.give_back(run.memory)
+                    buffers.give_back(run.memory, request_bytes(run.file))
     finally:
         try:
             cancel()
