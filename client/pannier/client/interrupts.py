@@ -182,7 +182,10 @@ def aside(function: Callable[[], _T]) -> _T:
 
 def _start_worker(inbox: _Inbox) -> None:
     # Of a thread that _thread started, threading would keep a dummy for good.
-    threading.Thread(target=_work, args=(inbox,), name="pannier-aside", daemon=True).start()
+    try:
+        threading.Thread(target=_work, args=(inbox,), name="pannier-aside", daemon=True).start()
+    except RuntimeError:  # no second thread can be started, and a caller waits for this inbox
+        _work(inbox)
 
 
 def _work(inbox: _Inbox) -> None:

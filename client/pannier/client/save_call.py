@@ -123,14 +123,13 @@ class SaveCall:
     def detach(self, start: Callable[[], None]) -> None:
         """Runs ``start``, after which the task is independent of the call. Any thread.
 
-        No effect after :meth:`drop`.
+        No effect after :meth:`drop`. Raises RuntimeError: no thread can be started.
         """
         with self._lock:
             if self._is_dropped:
                 return
             assert self._task is not None
-            self._task.detach()
-            start()
+            self._task.detach(start)
 
     def drop(self) -> bool:
         """The call ends without a handle; False: the task is independent of it. Any thread."""

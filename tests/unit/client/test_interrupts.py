@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from pannier.client import interrupts
 from pannier.client.client import Client
 from pannier.client.config import Settings
-from pannier.client.interrupts import Condition, Event, SafeFuture, aside
+from pannier.client.interrupts import Call, Condition, Event, SafeFuture, aside
 from pannier.client.messages.wait_log import Wait
 from pannier.client.staging.host_copy import HostCopies
 from pannier.client.staging.in_flight import InFlightSaves
+from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import sidecar_pb2
+from pannier.wire.errors import UnavailableError
 from support.actors.scripted_sidecar import ScriptedSidecar
 from support.processes.cli import Result, run_python
 from support.processes.daemons import clean_environment
@@ -127,6 +130,20 @@ def test_what_is_done_aside_ends_with_its_result_its_error_or_the_callers_interr
         assert ended.wait(BOUND_S)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_call_aside_is_served_where_only_one_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(interrupts, "_idle", queue.SimpleQueue())
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    # Call, as it has a time limit; aside starts the same thread.
+    assert Call(lambda: 5).result(BOUND_S) == 5
+    assert aside(lambda: 6) == 6
+    monkeypatch.undo()
 
 
 def test_a_slot_that_was_lost_between_two_bytecodes_is_counted_no_more() -> None:
@@ -242,6 +259,33 @@ def test_a_second_interruption_that_ends_the_clean_up_leaves_no_save_behind(
     assert ended
     in_another_thread(lambda: client.wait_all(BOUND_S))
     client.save(state, checkpoint_id="/x/z")
+    client.close(BOUND_S)
+
+
+def test_a_save_whose_thread_cannot_be_started_ends(
+    sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuses(thread: threading.Thread) -> None:
+        if thread.name.startswith("pannier-save-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def fails(*_: Any) -> None:
+        raise UnavailableError("no sidecar")
+
+    client = Client(Settings(sidecar=sidecar.address, transport="streamed", max_in_flight=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuses)
+        # No ABORT comes: nothing else ends the save.
+        patch.setattr(SidecarClient, "fail", fails)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            client.async_save({"w": torch.ones(3)}, checkpoint_id="/x/y", timeout=100 * BOUND_S)
+    assert not client.save_factory.saves
+    assert client.save_factory.slots.idle == 1
+    client.wait_all(BOUND_S)
+    client.save({"w": torch.ones(3)}, checkpoint_id="/x/z")
     client.close(BOUND_S)
 
 

@@ -114,9 +114,14 @@ class SaveTask:
         """Whether there is nothing more to send."""
         return self._state is _State.SENT
 
-    def detach(self) -> None:
-        """A thread is about to call :meth:`send`, independent of the call that began the save."""
+    def detach(self, start: Callable[[], None]) -> None:
+        """``start`` starts a thread that calls :meth:`send`, independent of the call that began the save."""
         self._state = _State.DETACHED
+        try:
+            start()
+        except RuntimeError:  # no thread can be started
+            self._state = _State.IN_CALL
+            raise
 
     def planned(
         self,
@@ -384,8 +389,7 @@ class SaveTask:
                 )
             except BusyError as error:
                 if self._on_busy == "skip":
-                    skipped = SaveSkippedError(str(error))
-                    self.status.report(skipped)
+                    self.status.report(skipped := SaveSkippedError(str(error)))
                     raise skipped from error
                 # Early enough for the other ranks to get this reason, not a passed deadline.
                 if self._on_busy == "raise" or deadline.remaining() <= 2 * timeouts.BUSY_AGAIN_S:
