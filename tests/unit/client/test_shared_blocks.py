@@ -29,7 +29,7 @@ from pannier.v1 import restore_pb2
 from pannier.wire.errors import IntegrityError, StorageError, UnavailableError
 from support.actors.scripted_sidecar import wait_until
 from support.processes.stretch import BOUND_S
-from support.storage.shared_files import SharedFiles
+from support.storage.shared_files import Block, SharedFiles
 
 CONTENT = b"seven bytes and more"
 URL = "gs://b/step"
@@ -142,6 +142,33 @@ def test_a_sidecar_that_stalls_is_not_waited_for_until_it_answers_again(
     assert files.released == 1
     files.wait = False
     assert read(blocks) == (CONTENT, "node-7")
+
+
+class ComesAfterLooks(Future[FetchedBlock]):
+    """Has its block as soon as it was looked at so often."""
+
+    def __init__(self, looks: int, block: FetchedBlock) -> None:
+        super().__init__()
+        self._looks = looks
+        self._block = block
+
+    def done(self) -> bool:
+        was_done = super().done()
+        self._looks -= 1
+        if not self._looks:
+            self.set_result(self._block)
+        return was_done
+
+
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize("looks", [1, 2, 3])
+def test_a_block_that_comes_while_the_stored_one_is_taken_is_let_go(
+    blocks: SharedBlocks, files: SharedFiles, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    request = ComesAfterLooks(looks, Block(files, CONTENT))
+    monkeypatch.setattr(files, "request", lambda name, block: request)
+    assert read(blocks)[0] == CONTENT
+    assert files.released == 1
 
 
 @pytest.mark.usefixtures("_impatient")

@@ -174,9 +174,10 @@ class SharedBlocks:
                 return request.result().copy(memory)
             except PannierError as error:
                 self._note(error)
-        elif not request.done():
-            if seen == self._reader.messages():
+        else:
+            if not request.done() and seen == self._reader.messages():
                 self._stalled_at = seen
+            # Also if it has come since the look above: at once then.
             request.add_done_callback(_release)
         memory[:] = stored.result()
         return BUCKET
