@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,27 @@ def test_peers_are_served_for_loads_that_were_announced_here(
             blocks.check_peer(wanted(tmp_path, load="third"))
             with pytest.raises(ConfigurationError):
                 blocks.check_peer(wanted(tmp_path))
+
+    asyncio.run(main())
+
+
+def test_a_load_that_peers_read_stays_known_and_another_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(host_blocks, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def main() -> None:
+        nonlocal now
+        async with serving(tmp_path) as blocks:
+            for load in ("load", "unread"):
+                blocks.announce(announced(tmp_path, load))
+            for _ in range(5):
+                now += 0.6 * timeouts.LOAD_KNOWN_S
+                blocks.check_peer(wanted(tmp_path))
+                await blocks.tick()
+            with pytest.raises(ConfigurationError, match="no rank of host node-0"):
+                blocks.check_peer(wanted(tmp_path, load="unread"))
 
     asyncio.run(main())
 

@@ -138,7 +138,7 @@ class HostBlocks:
         self._may_fetch = may_fetch
         self._fetcher = BlockFetcher()
         self._known: dict[_Load, float] = {}
-        """Loads of this host's ranks, and when they were last announced."""
+        """Loads of this host's ranks, and when they were last announced or read by a peer; the newest last."""
         self._offers: dict[bytes, float] = {}
         """Tokens for the memory, and since when."""
         self._used_at = 0.0
@@ -174,10 +174,7 @@ class HostBlocks:
         self._used_at = time.monotonic()
         if not request.load:
             return
-        load = _load_of(request)
-        # The newest last.
-        self._known.pop(load, None)
-        self._known[load] = time.monotonic()
+        self._refresh(_load_of(request))
         if len(self._known) > MOST_LOADS:
             del self._known[next(iter(self._known))]
 
@@ -204,12 +201,15 @@ class HostBlocks:
                 f"{peer} speaks wire version {request.wire_version}, the sidecar of {self.host} "
                 f"{WIRE_VERSION}: run the same version of Pannier on all hosts of a job"
             )
-        if _load_of(request) not in self._known:
+        load = _load_of(request)
+        if load not in self._known:
             raise ConfigurationError(
                 f"{peer} requests a block of {request.checkpoint_id} for a load that no rank of host "
                 f"{self.host} takes part in: is it of another job, or was the sidecar restarted "
                 "meanwhile?"
             )
+        # Its ranks here may read their own spool only, and say nothing of the load any more.
+        self._refresh(load)
         if not request.spool_only:
             self._stored.check(request.checkpoint_id)
 
@@ -292,6 +292,10 @@ class HostBlocks:
         await self.cache.close()
         await self._peers.close()
         await self._stored.close()
+
+    def _refresh(self, load: _Load) -> None:
+        self._known.pop(load, None)
+        self._known[load] = time.monotonic()
 
     def _in_spool(
         self, request: restore_pb2.ReadBlockRequest, offset: int, size: int
