@@ -339,3 +339,23 @@ def test_a_token_that_expires_before_its_time_is_looked_for_again_once(
         assert faulty.faults()[0]["hits"] <= 2 + 3
 
     run(faulty, body, key=None, secret=None)
+
+
+def test_a_server_that_ignores_preconditions_of_deletes_is_refused(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = S3Connection.call
+
+    async def unconditional(self: S3Connection, operation: str, **arguments: Any) -> dict[str, Any]:
+        if operation == "delete_object":
+            arguments.pop("IfMatch", None)
+        return await call(self, operation, **arguments)
+
+    monkeypatch.setattr(S3Connection, "call", unconditional)
+
+    async def body(store: S3Store) -> None:
+        with pytest.raises(StorageError, match=r"ignores preconditions.*a removal"):
+            await store.probe()
+        assert await store.list() == []
+
+    run(server, body)

@@ -311,10 +311,6 @@ class S3Store(Store):
         """See :meth:`Store.delete`."""
         condition: dict[str, Any] = {}
         if generation is not None:
-            # Compared here, too: not every server supports conditional deletes.
-            current = await self.stat(key)
-            if current is None or current.generation != generation:
-                return
             condition["IfMatch"] = f'"{generation}"'
         try:
             await self._call(key, "delete_object", **condition)
