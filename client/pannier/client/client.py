@@ -361,7 +361,7 @@ class Client:
         Raises:
             PannierError: a save failed and its error was not retrieved.
             DeadlineError: some are not ingested after ``timeout`` seconds; names them. They continue
-                as long as the process does.
+                as long as the process does, and another ``close()`` waits for them again.
         """
         self._factory.close(timeout)
 
@@ -426,7 +426,10 @@ def default_client() -> Client:
 
 @at_call
 def close(timeout: float | None = None) -> None:
-    """Closes the default client; the next use makes a new one. See :meth:`Client.close`."""
+    """Closes the default client; once it is closed, the next use makes a new one.
+
+    See :meth:`Client.close`.
+    """
     global _default
     with _default_lock:
         _default = None

@@ -41,12 +41,7 @@ from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common.deadline import Deadline
 from pannier.common.save_interval import SaveCost
 from pannier.v1 import plan_pb2, sidecar_pb2
-from pannier.wire.errors import (
-    ConfigurationError,
-    DeadlineError,
-    InvalidRequestError,
-    PannierError,
-)
+from pannier.wire.errors import ConfigurationError, DeadlineError, InvalidRequestError, PannierError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -72,7 +67,9 @@ class SaveFactory:
         self._memberships: dict[bool, Membership] = {}
         self._old_memberships: list[Membership] = []
         self._plans = PlanCache()
-        self._closed = False
+        self._refuses_saves = False
+        self.is_closed = False
+        """Whether a :meth:`close` has waited for all that it waits for."""
         self._exit: wait_log.Wait | None = None
         self._pid = os.getpid()
         keep_in_children(self)
@@ -84,9 +81,10 @@ class SaveFactory:
         return self._pid == os.getpid()
 
     def check_open(self) -> None:
-        """Raises InvalidRequestError after :meth:`close`."""
-        if self._closed:
-            raise InvalidRequestError("the client is closed: make a new one")
+        """Raises InvalidRequestError once :meth:`close` was called."""
+        if self._refuses_saves:
+            again = "" if self.is_closed else " after another close(), which has not ended"
+            raise InvalidRequestError(f"the client is closed: make a new one{again}")
 
     def run(
         self,
@@ -275,21 +273,19 @@ class SaveFactory:
                     # torch.distributed was set up again; saves in progress still end.
                     self._plans.clear()
                     self._old_memberships.append(member)
-                member = Membership(World(alone=alone), self.settings)
-                self._memberships[alone] = member
+                member = self._memberships[alone] = Membership(World(alone=alone), self.settings)
             return member
 
     def close(self, timeout: float | None) -> None:
-        """Waits until the saves in progress are ingested, then disconnects.
+        """Waits until the saves in progress are ingested, then disconnects; again if that timed out.
 
         Raises:
             PannierError: a save failed and its error was not retrieved.
             DeadlineError: some are not ingested after ``timeout`` seconds; names them.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        self._refuses_saves = True
+        if self.is_closed:
+            return
         deadline = None if timeout is None else Deadline(timeout)
         with wait_log.logged("close", lambda: str(self.saves) or "saves of other hosts"):
             if not self.slots.close(timeout):
@@ -298,6 +294,7 @@ class SaveFactory:
                 self.saves.wait(None if deadline is None else deadline.remaining(), timeout)
                 self._wait_for_others(None if deadline is None else deadline.remaining(), timeout)
         self._disconnect(announce=True)
+        self.is_closed = True
         self.saves.errors.raise_all()
 
     def log_exit(self) -> None:
@@ -319,10 +316,8 @@ class SaveFactory:
     def _close_at_exit(self) -> None:
         self.saves.drop_interrupted()
         # Unless it was interrupted, the interpreter has waited until all are sent.
-        if (
-            not self.saves.abandon("not handed over to the sidecar", unsent_only=True)
-            and self._must_wait()
-        ):
+        unsent = self.saves.abandon("not handed over to the sidecar", unsent_only=True)
+        if not unsent and self._must_wait():
             self._wait_at_exit()
         self.saves.abandon()
         self._disconnect()
@@ -333,14 +328,12 @@ class SaveFactory:
             sys.excepthook(type(error), error.with_traceback(None), None)
 
     def _sidecar(self) -> str:
-        return (
-            "the daemons of this host, which the first save starts"
-            if self.settings.embedded
-            else f"the sidecar at {self.settings.sidecar}"
-        )
+        if self.settings.embedded:
+            return "the daemons of this host, which the first save starts"
+        return f"the sidecar at {self.settings.sidecar}"
 
     def _disconnect_if_done(self) -> None:
-        if self._closed and not self.saves:
+        if self._refuses_saves and not self.saves:
             self._disconnect(announce=True)
 
     def _must_wait(self) -> bool:
@@ -357,7 +350,7 @@ class SaveFactory:
             self._exit.reason = lambda: self.saves.uncommitted() or "saves of other hosts"
         try:
             self.saves.wait(None)
-            if not self._closed:
+            if not self._refuses_saves:
                 self._wait_for_others(None)
         except (KeyboardInterrupt, SystemExit):
             self.saves.abandon("not committed, and the embedded daemons end with it")
@@ -444,9 +437,13 @@ def configure(**settings: Any) -> None:
 
 
 def close_default(timeout: float | None) -> None:
-    """Closes the default factory; the next use makes a new one."""
+    """Closes the default factory; once it is closed, the next use makes a new one."""
     global _default
-    with _default_lock:
-        factory, _default = _default, None
+    factory = _default
     if factory is not None:
-        factory.close(timeout)
+        try:
+            factory.close(timeout)
+        finally:
+            with _default_lock:
+                if factory.is_closed and _default is factory:
+                    _default = None

@@ -789,6 +789,36 @@ def test_the_blocks_own_error_goes_first(client: Client, sidecar: ScriptedSideca
         loop()
 
 
+def test_a_close_after_one_that_timed_out_waits_again(busy: Client) -> None:
+    for _ in range(2):
+        with pytest.raises(DeadlineError, match=r"after 0\.05 s not ingested: .*/x/first"):
+            busy.close(0.05)
+    with pytest.raises(InvalidRequestError, match=r"is closed: .* after another close\(\)"):
+        busy.async_save(state(), checkpoint_id="/x/second")
+    busy.hold.set()  # type: ignore[attr-defined]
+    busy.close(BOUND_S)
+    with pytest.raises(InvalidRequestError, match=r"is closed: make a new one$"):
+        busy.async_save(state(), checkpoint_id="/x/second")
+    busy.close(0)
+
+
+def test_the_default_client_stays_until_it_is_closed(
+    busy: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_factory, "_default", busy.save_factory)
+    with pytest.raises(DeadlineError, match="not ingested"):
+        api.close(0.05)
+    with pytest.raises(DeadlineError, match="not ended"):
+        api.default_client().wait_all(0.05)
+    with pytest.raises(InvalidRequestError, match="is closed"):
+        api.default_client().async_save(state(), checkpoint_id="/x/second")
+    with pytest.raises(DeadlineError, match="not ingested"):
+        api.close(0.05)
+    busy.hold.set()  # type: ignore[attr-defined]
+    api.close(BOUND_S)
+    assert save_factory._default is None
+
+
 def test_configure_comes_first(monkeypatch: pytest.MonkeyPatch, sidecar: ScriptedSidecar) -> None:
     monkeypatch.setattr(save_factory, "_overrides", {})
     save_factory.configure(sidecar=sidecar.address, job="mine")
