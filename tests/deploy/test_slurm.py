@@ -120,6 +120,9 @@ def test_daemons_in_steps_of_their_own_upload_what_is_left_and_leave(
     assert left(before) == []
     assert log.count(": attached to the coordinator at a:7070") == 3
     assert "forcing job termination" not in log
+    # Memory that no later job of the host would give back.
+    spool = Path("/dev/shm", f"pannier-{allocation.job_id}")
+    assert [*allocation.used(spool)] == []
     check(tmp_path)
 
 

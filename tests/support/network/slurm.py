@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Allocation:
     ) -> None:
         self.job_id = f"{SESSION}-7"
         self._names = list(names)
+        self._directory = directory
         self._bin = directory / "bin"
         self._bin.mkdir(parents=True)
         hosts = directory / "hosts"
@@ -65,6 +66,11 @@ class Allocation:
                 f'{command} "$@"\n'
             )
             path.chmod(0o755)
+
+    def used(self, path: Path) -> Iterator[Path]:
+        """What lies in one of the hosts' own directories, on any host."""
+        for name in self._names:
+            yield from (self._directory / name / path.relative_to("/")).iterdir()
 
     def environment(self, more: Mapping[str, str] = {}) -> dict[str, str]:
         """What ``sbatch`` gives to a script."""

@@ -430,36 +430,67 @@ def test_the_spool_is_on_tmpfs_only_with_room_for_a_state_twice(
     assert spool.parent == (Path("/dev/shm") if roomy else usual)
 
 
-@pytest.mark.parametrize("state", ["none", "stored", "failed", "ended", "ingested", "damaged"])
-def test_an_exit_discards_a_spool_only_when_nothing_in_it_awaits_upload(
-    tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    directory, spool = tmp_path / "run", tmp_path / "spool"
-    for path in (directory, spool):
-        path.mkdir()
-    (directory / "daemons.json").write_text("{}")
+STATES = ["none", "stored", "failed", "ended", "ingested", "damaged"]
+AWAIT_UPLOAD = ("ingested", "damaged")
+
+
+def spool_in_state(directory: Path, state: str) -> Path:
+    """A spool that a sidecar has left with one rank in this state."""
+    spool = directory / "spool"
+    spool.mkdir()
     (spool / "00000001.data").write_bytes(b"x" * 10)
     Record = journal_pb2.JournalRecord
+    last = {
+        "stored": Record(stored=journal_pb2.ReceiptStored()),
+        "failed": Record(failed=save_pb2.Failure(message="403")),
+        "ended": Record(ended=journal_pb2.PartEnded(state=save_pb2.SAVE_STATE_ABORTED)),
+    }
     records = [
-        Record(part=1, begun=journal_pb2.PartBegun(attempt="i1-a1-g00000000-s1")),
-        Record(part=1, ingested=records_pb2.Receipt(plan_id="p")),
-        *{
-            "stored": [Record(part=1, stored=journal_pb2.ReceiptStored())],
-            "failed": [Record(part=1, failed=save_pb2.Failure(message="403"))],
-            "ended": [
-                Record(part=1, ended=journal_pb2.PartEnded(state=save_pb2.SAVE_STATE_ABORTED))
-            ],
-        }.get(state, []),
+        Record(begun=journal_pb2.PartBegun(attempt="i1-a1-g00000000-s1")),
+        Record(ingested=records_pb2.Receipt(plan_id="p")),
+        *([last[state]] if state in last else []),
     ]
+    for record in records:
+        record.part = 1
     if state != "none":
         journal = Journal(spool)
         journal.rewrite(records)
         journal.close(remove=False)
     if state == "damaged":
         (spool / "journal").write_bytes(b"something else")
+    return spool
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_an_exit_discards_a_spool_only_when_nothing_in_it_awaits_upload(
+    tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "daemons.json").write_text("{}")
+    spool = spool_in_state(tmp_path, state)
     up_command._discard(directory, spool)
-    stays = state in ("ingested", "damaged")
+    stays = state in AWAIT_UPLOAD
     assert (directory / "daemons.json").exists() == stays
     assert (spool / "00000001.data").exists() == stays
     assert spool.exists() == stays
     assert ("not in storage yet" in caplog.text) == stays
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_sidecar_that_discards_removes_its_own_files_when_all_are_in_storage(
+    tmp_path: Path, state: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = spool_in_state(tmp_path, state)
+    before = {*spool.iterdir()}
+    monkeypatch.setattr("pannier.sidecar.main.run", lambda config: status)
+    flags = ["sidecar", "--coordinator", "localhost:1", "--spool", str(spool)]
+    assert CliRunner().invoke(cli, flags).exit_code == status
+    assert {*spool.iterdir()} == before
+    (spool / "another's").touch()
+    assert CliRunner().invoke(cli, [*flags, "--discard"]).exit_code == status
+    stays = status != 0 or state in AWAIT_UPLOAD
+    assert {*spool.iterdir()} == ({*before} if stays else set()) | {spool / "another's"}
+    refused = CliRunner().invoke(cli, ["sidecar", "--jobs", str(tmp_path), "--discard"])
+    assert (refused.exit_code, "--jobs" in refused.output) == (2, True)

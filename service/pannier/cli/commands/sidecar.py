@@ -1,5 +1,7 @@
 """``pannier sidecar``: flags in, a checked SidecarConfig out to the daemon."""
 
+import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from pannier.cli.options import (
     restore_budget_option,
     upload_options,
 )
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
 
@@ -96,8 +100,14 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     help="Exit after this long without a client or anything to upload; without a coordinator, also if "
     "outcomes of saves are unknown.  [default: never]",
 )
+@click.option(
+    "--discard",
+    is_flag=True,
+    help="On exit, remove its files from the spool unless some are not in storage yet: where no other "
+    "sidecar follows on that spool. Not with --jobs.",
+)
 @daemon_options
-def command(**settings: Any) -> None:
+def command(*, discard: bool, **settings: Any) -> None:
     """Run the daemon that carries this host's checkpoints to storage.
 
     Trainers on this host hand it their data files; it uploads them, confirms
@@ -126,7 +136,26 @@ def command(**settings: Any) -> None:
     ctx = click.get_current_context()
     if settings["spool"] is None:
         settings["spool"] = _spool_beside(settings["address"])
-    ctx.exit(run(SidecarConfig(**daemon_settings(settings))))
+    if discard and settings["jobs"] is not None:
+        raise click.UsageError("--discard doesn't go with --jobs: each job has a spool of its own")
+    status = run(SidecarConfig(**daemon_settings(settings)))
+    if discard and status == 0:
+        discard_files(settings["spool"])
+    ctx.exit(status)
+
+
+def discard_files(spool: Path) -> None:
+    """Removes a sidecar's files, and the directory if nothing else is there, when all are in storage."""
+    from pannier.cli.commands.up import awaits_upload
+    from pannier.sidecar.spool.journal import NAME
+
+    if awaits_upload(spool):
+        _log.warning("%s holds data that is not in storage yet: it stays", spool)
+        return
+    for path in [*spool.glob("*.data"), spool / NAME]:
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # others' files, or a mount point
+        spool.rmdir()
 
 
 def _spool_beside(address: str) -> Path:

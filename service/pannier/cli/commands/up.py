@@ -222,7 +222,7 @@ def _discard(directory: Path, spool: Path) -> None:
     """
     from pannier.wire import addresses
 
-    if _awaits_upload(spool):
+    if awaits_upload(spool):
         _log.warning(
             "%s holds data that is not in storage yet: it stays, and the job's next start on this host "
             "uploads it",
@@ -235,7 +235,7 @@ def _discard(directory: Path, spool: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _awaits_upload(spool: Path) -> bool:
+def awaits_upload(spool: Path) -> bool:
     """Whether the journal of a spool without a sidecar names ranks that may still become durable."""
     from pannier.sidecar.spool.journal import Journal
     from pannier.sidecar.spool.rank_states import RankStates
