@@ -3,13 +3,17 @@
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pannier.common import timeouts
 from pannier.sidecar.rpc.replicate_stream import ReplicateStream
+from pannier.sidecar.spool.spool import SpoolFile
 from pannier.v1 import records_pb2, restore_pb2, save_pb2
 from pannier.wire.errors import (
     BusyError,
@@ -21,6 +25,7 @@ from pannier.wire.errors import (
 )
 from support.actors.hosts import await_true
 from support.actors.replica_hosts import ReplicaHosts, replica_hosts, replica_start, without_ranks
+from support.processes.stretch import BOUND_S
 from support.storage.checkpoints import write_decision
 
 MIB = 1 << 20
@@ -300,6 +305,40 @@ def test_ranks_of_the_host_itself_come_first(
     assert "(complete, 1.0 MiB) is given up: ranks of this host need its room" in caplog.text
     hosts.await_held(0)
     assert hosts.holder.sidecar.replicas.refused == 2
+
+
+def test_room_that_is_being_taken_for_a_replica_makes_way_too(
+    hosts: ReplicaHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts.start_holder(spool_budget=4 * MIB)
+    sidecar = hosts.holder.sidecar
+    spool, held = sidecar.replicas.held._spool, sidecar.replicas.held
+    may_take, waiting = threading.Event(), threading.Event()
+    take = spool.take
+
+    def slow(job: str, size: int, **more: Any) -> SpoolFile:
+        if size == MIB:
+            waiting.set()
+            assert may_take.wait(BOUND_S)
+        return take(job, size, **more)
+
+    monkeypatch.setattr(spool, "take", slow)
+    call = hosts.call(start_of(hosts, bytes(2 * MIB), bytes(MIB)))
+    assert waiting.wait(BOUND_S)
+    trainer = hosts.holder.trainer()
+    context = trainer.context(hosts.holder.id(3), 3)
+    with ThreadPoolExecutor() as pool:
+        try:
+            writing = pool.submit(trainer.write, context, "0", os.urandom(3 * MIB))
+            await_true(
+                lambda: bool(held._contested) or writing.done(), "the rank waits for the room"
+            )
+        finally:
+            may_take.set()
+        writing.result(BOUND_S)
+    with pytest.raises(BusyError, match="ranks of node-1 need the spool's room"):
+        call.response()
+    assert (sidecar.replicas.refused, sidecar.replicas.reserved, held._contested) == (1, 0, 0)
 
 
 # The end of its save.

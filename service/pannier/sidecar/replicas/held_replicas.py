@@ -81,6 +81,8 @@ class HeldReplicas:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._opening = asyncio.Lock()
         """Held while room is taken for one."""
+        self._contested = 0
+        """Ranks of this host that wait for the room that is being taken."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._asking: asyncio.Task[None] | None = None
         """Reads outcomes in storage."""
@@ -218,11 +220,12 @@ class HeldReplicas:
         return sum(each.room for each in self._replicas.values() if each.rank.save.id.job == job)
 
     async def make_way(self) -> bool:
-        """Gives the oldest incomplete one up, else the oldest; False: there are none."""
+        """Gives the oldest incomplete one up, else the oldest, else the one that is being opened; False: there
+        are none."""
         replicas = list(self._replicas.values())
         replica = next((each for each in replicas if not each.complete), next(iter(replicas), None))
         if replica is None:
-            return False
+            return await self._contest()
         self.refused += 1
         await self._give_up(replica, "ranks of this host need its room", BusyError)
         return True
@@ -286,18 +289,10 @@ class HeldReplicas:
                 raise OverloadedError(
                     f"{len(self._replicas)} replicas are on {self._host}, which is the limit"
                 )
-            sizes = [file.size for file in start.receipt.files]
             try:
-                spool_files = await self._take(start.context.save.job, sizes)
+                replica = await self._reserve(start)
             except BusyError:
                 self.refused += 1
-                raise
-            replica = HeldReplica.begun(start, spool_files)
-            try:
-                for file in replica.files:
-                    await self._journal.record_opened(replica.rank, file)
-            except BaseException as error:
-                await self._free(replica, UnavailableError(f"{replica.label}: {error}"))
                 raise
             self._replicas[replica.key] = replica
             if self._saves.has_ended(start.context.save):
@@ -305,16 +300,46 @@ class HeldReplicas:
                 await self._end(replica, ConfigurationError(f"{replica.label}: its save has ended"))
             return replica
 
+    async def _reserve(self, start: restore_pb2.ReplicaStart) -> HeldReplica:
+        """A new one with its room, journalled. Raises BusyError: there is none, or ranks of this host need it."""
+        sizes = [file.size for file in start.receipt.files]
+        replica = HeldReplica.begun(start, await self._take(start.context.save.job, sizes))
+        try:
+            for file in replica.files:
+                await self._journal.record_opened(replica.rank, file)
+            self._check_contested()
+        except BaseException as error:
+            await self._free(replica, UnavailableError(f"{replica.label}: {error}"))
+            raise
+        return replica
+
+    async def _contest(self) -> bool:
+        """The one that is being opened gives its room back; False: there is none."""
+        if not self._opening.locked():
+            return False
+        self._contested += 1
+        try:
+            async with self._opening:
+                return True
+        finally:
+            self._contested -= 1
+
+    def _check_contested(self) -> None:
+        if self._contested:
+            raise BusyError(f"ranks of {self._host} need the spool's room: it takes no replica now")
+
     async def _take(self, job: str, sizes: Sequence[int]) -> list[SpoolFile]:
         """Spool files for which nothing makes way; all or none. Raises as :meth:`Spool.take`."""
         files: list[SpoolFile] = []
         try:
             for size in sizes:
+                self._check_contested()
                 take = partial(self._spool.take, job, size)
                 files.append(await reservation_threads.run(take, undo=self._spool.give))
         except BaseException:
-            for file in files:
-                reservation_threads.submit(self._spool.give, file)
+            # They are free before another one, or a rank of this host, takes its files.
+            give = partial(reservation_threads.run, self._spool.give, closing=True)
+            await asyncio.gather(*map(give, files), return_exceptions=True)
             raise
         return files
 
