@@ -1,5 +1,6 @@
 """Sidecars of several jobs of a host: each by its token, and nothing of one is another's."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pannier.sidecar.multi_job.auth import JobAuth, named_jobs
-from pannier.sidecar.multi_job.job_config import JobConfig
+from pannier.sidecar.multi_job.job_config import JobConfig, read_job
 from pannier.sidecar.multi_job.sockets import operator_address
 from pannier.v1 import (
     diagnosis_pb2,
@@ -166,6 +167,29 @@ def test_a_job_that_leaves_accepts_its_operators_alone() -> None:
     with pytest.raises(UnauthenticatedError, match="no longer served"):
         auth.check_caller([("authorization", f"Bearer {'x' * 32}")])
     auth.check_caller([("authorization", f"Bearer {'y' * 32}")])
+
+
+def test_a_job_never_accepts_another_jobs_token_from_its_file(tmp_path: Path) -> None:
+    tokens = {name: name * 32 for name in "abc"}
+
+    def write(job: str, *names: str) -> None:
+        path = tmp_path / f"{job}.json"
+        path.touch(mode=0o600)
+        path.write_text(json.dumps({"tokens": [name * 32 for name in names], "allow": ["/a"]}))
+
+    def accepted() -> list[str]:
+        auth.refresh()
+        return [name for name in "abc" if auth.accepts(auth_token.digest(tokens[name]))]
+
+    write("a", "a")
+    write("b", "b")
+    auth = JobAuth(read_job(tmp_path / "a.json"))
+    (tmp_path / "invalid.json").write_text("{")
+    write("a", "b", "c")
+    assert accepted() == ["a"]
+    # Its own file was right all along.
+    write("b", "d")
+    assert accepted() == ["b", "c"]
 
 
 def test_a_refusal_is_logged_once_in_a_while_and_without_the_token(

@@ -145,6 +145,25 @@ def test_two_jobs_never_share_a_token(files: JobFiles) -> None:
     assert JobDirectory(files.directory).read() == {}
 
 
+def test_a_job_that_gets_anothers_token_goes_on_with_its_own(files: JobFiles) -> None:
+    own = {name: str(number) * 32 for number, name in enumerate("abc")}
+    for name in "ab":
+        files.add(name, **GOOD | {"tokens": [own[name]]})
+    jobs = JobDirectory(files.directory)
+    before = jobs.read()
+    files.add("a", **GOOD | {"tokens": [own["b"]], "memory": "64MiB"})
+    assert jobs.read() == before
+    assert "also one of b" in jobs.problems["a.json"]
+    assert jobs.problems.keys() == {"a.json"}
+    # Nor does a new job get the token that the first one goes on with.
+    files.add("c", **GOOD | {"tokens": [own["c"], own["a"]]})
+    assert jobs.read() == before
+    assert "also one of a" in jobs.problems["c.json"]
+    files.add("a", **GOOD | {"tokens": ["d4" * 16]})
+    assert jobs.read().keys() == {"a", "b", "c"}
+    assert not jobs.problems
+
+
 def test_there_are_not_more_than_a_host_can_have(files: JobFiles) -> None:
     for number in range(MOST + 1):
         files.add(f"job-{number:03}", **GOOD | {"tokens": [f"{number:032}"]})

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 from pannier.common import timeouts
 from pannier.daemon.interceptors import WrappingInterceptor, abort_call
-from pannier.sidecar.multi_job.job_config import JobConfig, read_job
+from pannier.sidecar.multi_job.job_config import JobConfig, read_digests
 from pannier.storage import check_allowed
 from pannier.v1 import sidecar_pb2
 from pannier.wire import auth_token
@@ -60,17 +60,18 @@ class JobAuth:
     def refresh(self) -> None:
         """Reads the tokens from the job's file, if it has changed.
 
-        One that is missing or invalid changes nothing: the supervisor decides what becomes of the job.
+        One that is missing or invalid changes nothing: the supervisor decides what becomes of the job. It
+        is read again until it is valid: correcting another job's file may make it so.
         """
         path = self._path
         stamp = None if path is None else file_stamp(path)
         if path is None or stamp is None or stamp == self._stamp:
             return
-        self._stamp = stamp
         try:
-            digests = read_job(path).digests
+            digests = read_digests(path)
         except ConfigurationError:
             return
+        self._stamp = stamp
         if digests != self._digests:
             self.replace_tokens(digests)
             _log.info("job %s has other tokens", self.job)

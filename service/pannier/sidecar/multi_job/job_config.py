@@ -13,6 +13,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -117,18 +118,31 @@ class JobDirectory:
                 problems[name] = f"{self._directory / name}: {error}"
                 if job in self._known:
                     found[job] = self._known[job]
-        for job, others in _shared(found).items():
-            known = self._known.get(job)
-            if known is not None and known.digests == found[job].digests:
-                continue  # the others came later
-            problems[job + SUFFIX] = (
-                f"{self._directory / job}{SUFFIX}: one of its tokens is also one of {', '.join(others)}: "
-                "make new ones, so that each job has its own"
-            )
-            del found[job]
+        # A job that goes back to its known tokens may share them with another one.
+        while refused := self._refuse_shared(found):
+            for job, others in refused.items():
+                path = self._directory / f"{job}{SUFFIX}"
+                problems[path.name] = f"{path}: {_shared_with(others)}"
         self._report(problems)
         self._known = found
         return found
+
+    def _refuse_shared(self, found: dict[str, JobConfig]) -> dict[str, list[str]]:
+        """Replaces jobs that share tokens by their known content; removes those that are new.
+
+        Returns them, each with the others. A job with its known tokens keeps them: the others came later.
+        """
+        refused = {}
+        for job, others in _shared(found).items():
+            known = self._known.get(job)
+            if known is None:
+                del found[job]
+            elif known.digests != found[job].digests:
+                found[job] = known
+            else:
+                continue
+            refused[job] = others
+        return refused
 
     def _report(self, problems: dict[str, str]) -> None:
         for name, problem in problems.items():
@@ -166,6 +180,24 @@ def read_job(path: Path) -> JobConfig:
         memory=_size(fields, "memory"),
         path=path,
     )
+
+
+def read_digests(path: Path) -> frozenset[bytes]:
+    """Digests of the tokens in a job's file. Raises ConfigurationError when another job's file has one, too."""
+    digests = read_job(path).digests
+    others = []
+    for other in sorted(path.parent.glob(f"*{SUFFIX}")):
+        if other.name != path.name and not other.name.startswith("."):
+            with suppress(ConfigurationError):  # reported by the supervisor
+                if digests & read_job(other).digests:
+                    others.append(other.name.removesuffix(SUFFIX))
+    if others:
+        raise ConfigurationError(_shared_with(others))
+    return digests
+
+
+def _shared_with(others: list[str]) -> str:
+    return f"one of its tokens is also one of {', '.join(others)}: make new ones, so that each job has its own"
 
 
 def _texts(fields: dict[str, Any], key: str) -> list[str]:
