@@ -16,6 +16,7 @@ from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.rank_states import RankState, RankStates
 from pannier.v1 import journal_pb2, plan_pb2, records_pb2, save_pb2
 from pannier.wire import errors
+from pannier.wire.chunk_codec import MAX_MESSAGE_BYTES
 from support.actors.ranks_by_hand import context
 from support.processes.stretch import BOUND_S
 
@@ -98,6 +99,22 @@ def test_a_last_record_torn_at_any_byte_is_cut_off(cut: int) -> None:
     assert contents.records == STORY[:-1]
     assert contents.damaged_at is None
     assert 0 < contents.torn <= len(encode(STORY[-1:])) - cut
+
+
+def test_a_record_that_a_restart_would_not_read_is_refused_and_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert journal.MAX_RECORD >= MAX_MESSAGE_BYTES, "what was accepted can be recorded"
+    large = opened(1, "x" * 1000)
+    monkeypatch.setattr(journal, "MAX_RECORD", large.ByteSize())
+    assert decode(image([large]), PATH).records == [large]
+    monkeypatch.setattr(journal, "MAX_RECORD", large.ByteSize() - 1)
+    written = Journal(tmp_path)
+    written.rewrite(STORY[:1])
+    with pytest.raises(errors.PannierError, match=r"'opened' has \d+ bytes, .* at most \d+"):
+        written.append(STORY[1], large)
+    written.append(STORY[1])
+    assert written.read().records == STORY[:2]
 
 
 def test_a_last_record_of_zeros_is_cut_off() -> None:

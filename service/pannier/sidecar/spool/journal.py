@@ -22,13 +22,15 @@ from google.protobuf.message import DecodeError
 
 from pannier.common import fault_points
 from pannier.v1 import journal_pb2
+from pannier.wire.chunk_codec import MAX_MESSAGE_BYTES
 from pannier.wire.errors import ConfigurationError, PannierError
 
 NAME: Final = "journal"
 MAGIC: Final = b"\x89Pannier"
 FORMAT: Final = 4
 """Raised when an older sidecar can't read what a newer one writes; older formats are read."""
-MAX_RECORD: Final = 64 << 20
+MAX_RECORD: Final = MAX_MESSAGE_BYTES
+"""Bytes of a record's message: what a client hands over in one message fits."""
 
 _HEADER: Final = struct.Struct("<8sII")
 _RECORD: Final = struct.Struct("<4sII")
@@ -57,11 +59,16 @@ class Contents:
 
 
 def encode(records: Iterable[journal_pb2.JournalRecord]) -> bytes:
-    """The records as they lie in the file."""
+    """The records as they lie in the file. Raises PannierError for one that a restart would not read."""
     parts = []
     for record in records:
         message = record.SerializeToString()
         length = len(message)
+        if length > MAX_RECORD:
+            raise PannierError(
+                f"the record {record.WhichOneof('change')!r} has {length} bytes, and the journal takes at most "
+                f"{MAX_RECORD}: save fewer items per rank"
+            )
         parts.append(_RECORD.pack(_MARK, length, _checksum(length, message)))
         parts.append(message)
     return b"".join(parts)
