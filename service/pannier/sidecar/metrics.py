@@ -119,11 +119,11 @@ class SaveMetrics:
             failures.update(rank.failure.kind for rank in ranks if rank.failure is not None)
             amounts[save.id.job] = self._sum(ranks, amounts.get(save.id.job, _Amounts()))
         states = Counter(int(save_state(save)) for save in saves)
-        oldest = min((save.start for save in saves), default=None)
+        # By the wall clock, as in the journal: a restart of the sidecar makes no save younger.
+        now = time.time()
+        oldest_s = max((now - save.created_at for save in saves), default=0.0)
         yield from backlog_families(backlog)
-        yield from saves_under_way(
-            ActiveSaves(states, 0.0 if oldest is None else time.monotonic() - oldest)
-        )
+        yield from saves_under_way(ActiveSaves(states, max(0.0, oldest_s)))
         yield saves_ended(ended)
         yield failures_total(failures)
         yield from _families(amounts)

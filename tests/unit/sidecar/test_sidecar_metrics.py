@@ -1,5 +1,6 @@
 """Counters of a sidecar: they never decrease, and count everything once."""
 
+import time
 from collections import Counter
 
 import pytest
@@ -11,6 +12,7 @@ from pannier.sidecar.save_state import RankSave
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.chunk_codec import Checksums
+from support.processes.stretch import BOUND_S
 
 Values = dict[tuple[str, str], float]
 
@@ -84,6 +86,19 @@ def test_what_has_ended_stays_counted_and_what_goes_on_is_added(scene: Scene) ->
         assert values[("pannier_stall_seconds_total", "")] == 0.5 * number
     assert values[("pannier_saves_ended_total", "aborted")] == 1
     assert values[("pannier_saves", "staging")] == 0
+
+
+def test_the_age_of_the_oldest_save_goes_on_after_a_restart(scene: Scene) -> None:
+    key = ("pannier_oldest_save_age_seconds", "")
+    assert scene.values()[key] == 0
+    scene.enter(1)[0].save.created_at = time.time() + 3600  # the clock was set back
+    assert scene.values()[key] == 0
+    # As recovered from the journal.
+    rank, _ = scene.enter(2)
+    rank.save.created_at = time.time() - 3600
+    assert 3600 <= scene.values()[key] < 3600 + BOUND_S
+    scene.end(rank, save_pb2.SAVE_STATE_COMMITTED)
+    assert scene.values()[key] == 0
 
 
 def test_a_failure_is_counted_once_before_and_after_the_outcome(scene: Scene) -> None:
