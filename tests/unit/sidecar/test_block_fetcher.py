@@ -162,6 +162,29 @@ def test_the_last_source_is_asked_a_second_time_when_a_request_hangs(
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("peers_stall_soon")
+def test_no_more_than_two_requests_are_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "BLOCK_FIRST_STALL_S", 0.02)
+
+    async def main() -> None:
+        gate = asyncio.Event()
+        peers = [
+            Place(f"node-{number}", kind="peer", shows_life=True, gate=asyncio.Event())
+            for number in range(3)
+        ]
+        storage = Place(gate=gate)
+        running = asyncio.ensure_future(fetch(*peers, storage))
+        # The oldest one ends first.
+        await until(lambda: storage.attempts and peers[1].cancelled)
+        assert peers[0].cancelled == 1
+        await until(lambda: len(storage.attempts) == 2 and peers[2].cancelled)
+        assert storage.cancelled == 0
+        gate.set()
+        assert await running == ("", 0, 0, 4)
+
+    asyncio.run(main())
+
+
 def test_storage_that_asks_for_less_load_gets_no_second_request() -> None:
     attempt = Attempt()
     assert BlockFetcher()._due(Place(), attempt) == attempt.began + timeouts.BLOCK_FIRST_STALL_S

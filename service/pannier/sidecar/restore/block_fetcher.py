@@ -3,7 +3,7 @@
 In: sources in order, the nearest first and storage last. Out: the block, or an error that names what each
 source answered. A source that fails, or sends a wrong block, is followed by the next at once; one that
 takes long is followed by the next, too, and the first good answer counts. The last source may be asked
-twice at a time. On the event loop; checksums are taken by threads.
+twice at a time. At most two requests are under way at a time: the older one ends before a third. On the event loop; checksums are taken by threads.
 """
 
 import asyncio
@@ -29,6 +29,8 @@ _ENOUGH: Final = 5
 """Fewer durations have no median."""
 _LONG: Final = 4
 """Times the median: then a block is requested elsewhere, too."""
+_MOST: Final = 2
+"""Requests for one block at a time: each may hold all of its bytes, and --restore-budget counts only one."""
 _POLL_S: Final = 0.25
 _PIECE: Final = 1 << 20
 
@@ -105,12 +107,18 @@ class BlockFetcher:
         """
         pending = deque(sources)
         running: dict[asyncio.Task[tuple[Sequence[bytes], int]], tuple[BlockSource, Attempt]] = {}
+        ended: list[asyncio.Task[tuple[Sequence[bytes], int]]] = []
         errors: list[PannierError] = []
         counts = _Counts()
         attempts: list[Attempt] = []
         again = True
 
         def start(source: BlockSource) -> None:
+            if len(running) == _MOST:
+                oldest = next(iter(running))
+                del running[oldest]
+                oldest.cancel()
+                ended.append(oldest)
             attempt = Attempt()
             attempts.append(attempt)
             work = _read_checked(source, attempt, size, expected, what)
@@ -160,7 +168,7 @@ class BlockFetcher:
         finally:
             for task in running:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*running, *ended, return_exceptions=True)
 
     def _due(self, source: BlockSource, attempt: Attempt) -> float:
         """When the next source is asked, too."""
