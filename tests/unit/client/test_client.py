@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -489,6 +490,37 @@ def test_no_sidecar_is_an_error_from_the_call() -> None:
         pytest.raises(UnavailableError, match=r"there-is-none\.sock"),
     ):
         client.async_save(state(), checkpoint_id="/x/y")
+
+
+def test_a_save_of_torch_ends_when_the_client_is_closed_meanwhile(
+    client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "ABORT_S", 2.0)
+    begun = sidecar_pb2.BeginResponse(attempt=sidecar.attempt)
+    monkeypatch.setattr(SidecarClient, "begin", lambda *_: begun)
+
+    def fails(*_: Any) -> None:
+        raise PannierError("disk full")
+
+    # No ABORT comes: after ABORT_S a timer of the client would end the save.
+    sidecar.on["HandOver"] = fails
+    monkeypatch.setattr(SidecarClient, "fail", fails)
+    raised: list[BaseException] = []
+
+    def save() -> None:
+        writer = StorageWriter("/x/y", client=client)
+        try:
+            dcp.save(state(), storage_writer=writer, no_dist=True)
+        except CheckpointException as error:
+            raised.append(error)
+
+    saving = threading.Thread(target=save, daemon=True)
+    saving.start()
+    sidecar.wait_for(lambda: bool(sidecar.asked(sidecar_pb2.HandOverRequest)))
+    client.close(BOUND_S)
+    saving.join(BOUND_S)
+    assert not saving.is_alive()
+    assert "the client was closed" in str(raised[0])
 
 
 # Several processes without a group.

@@ -28,10 +28,16 @@ from pannier.client.transport.save_errors import fail_request, in_doubt
 from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.client.user_errors import name_save
+from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import sidecar_pb2
 from pannier.wire import object_names, plan_codec
-from pannier.wire.errors import InvalidRequestError, PannierError, SaveAbortedError
+from pannier.wire.errors import (
+    InvalidRequestError,
+    PannierError,
+    SaveAbortedError,
+    UnavailableError,
+)
 from pannier.wire.failures import rank_list, ranks_text
 
 _log = logging.getLogger(__name__)
@@ -286,7 +292,11 @@ class WriterSave:
             raise
         aside(lambda: task.send(slot))
         if task.status.stop.is_set:
-            # Once the ABORT arrives, with the causes of all ranks.
+            # Once the ABORT arrives, with the causes of all ranks; or else when a timer fires, which
+            # a client that is closed no longer has.
+            if not task.handle.wait(timeouts.ABORT_S + timeouts.CAUSES_S):
+                aside(task.status.forget)
+                raise UnavailableError("the client was closed while its save failed")
             error = task.handle.exception()
             assert error is not None
             raise error
