@@ -29,7 +29,7 @@ def _grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Clock:
-    """The running loop's time, which passes only when told."""
+    """The running loop's time, which passes only in :meth:`wait`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         loop = asyncio.get_running_loop()
