@@ -61,7 +61,7 @@ class Sidecar:
         return sidecar_pb2.ReserveResponse(token=b"t" * 16, files=files)
 
     def pass_descriptors(self, files: Sequence[sidecar_pb2.LeasedFile]) -> None:
-        """They wait in the socket for whoever fetches them."""
+        """Puts descriptors of these into the socket."""
         fds = [os.memfd_create(file.spool_file) for file in files]
         for fd, file in zip(fds, files, strict=True):
             os.truncate(fd, file.capacity + STAMP_BYTES)

@@ -47,7 +47,7 @@ class MemoryMapping:
         """The group whose newest committed save it holds, which loads read in the sidecar's spool; "": none."""
         self.capacity = 0
         self.unpin: Callable[[], object] = lambda: None
-        """Ends what a device's driver was told about the memory; called before it is unmapped."""
+        """Ends the registration of the memory with a device; called before it is unmapped."""
 
     @property
     def usable(self) -> bool:
