@@ -24,11 +24,12 @@ from pannier.v1 import (
     save_pb2,
     sidecar_pb2,
 )
-from pannier.wire import addresses, object_names
+from pannier.wire import object_names
 from pannier.wire.plan_codec import encode_mappings
 from pannier.wire.plan_columns import decode_column, encode_column
 from pannier.wire.version import WIRE_VERSION
 from support.plan_messages import FLOAT32, columns, make_items
+from support.processes.channels import OWN_CONNECTION
 
 RANKS_OF_ONE: Final = 8
 """Of each sidecar."""
@@ -163,10 +164,9 @@ class Cast:
         self.sidecars: list[Sidecar] = []
 
     async def __aenter__(self) -> "Cast":
-        options = [*addresses.channel_options(), ("grpc.use_local_subchannel_pool", 1)]
         hosts = range(0, len(self.ranks), RANKS_OF_ONE)
         for _ in range(min(_CONNECTIONS, len(hosts))):
-            self._channels.append(grpc.aio.insecure_channel(self._address, options=options))
+            self._channels.append(grpc.aio.insecure_channel(self._address, options=OWN_CONNECTION))
         for number, first in enumerate(hosts):
             channel = self._channels[number % len(self._channels)]
             ranks = self.ranks[first : first + RANKS_OF_ONE]

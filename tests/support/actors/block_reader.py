@@ -17,10 +17,10 @@ from pannier.client.transport.shared_memory import (
     socket_beside,
 )
 from pannier.v1 import records_pb2, restore_pb2, restore_pb2_grpc
-from pannier.wire.addresses import channel_options
 from pannier.wire.auth_token import digest, token_metadata
 from pannier.wire.chunk_codec import BLOCK_BYTES, Checksums
 from pannier.wire.version import WIRE_VERSION
+from support.processes.channels import OWN_CONNECTION
 from support.processes.stretch import BOUND_S
 
 Block = restore_pb2.FetchedBlock
@@ -79,7 +79,7 @@ class BlockReader:
             files=restore_pb2.FetchFiles(files=checkpoint.files),
             wire_version=WIRE_VERSION,
         )
-        self._channel = grpc.insecure_channel(address, options=channel_options())
+        self._channel = grpc.insecure_channel(address, options=OWN_CONNECTION)
         self._stub: Any = restore_pb2_grpc.RestoreStub(self._channel)
         self._sent: queue.Queue[restore_pb2.FetchRequest | None] = queue.Queue()
         self._answers: queue.Queue[Block | Exception] = queue.Queue()

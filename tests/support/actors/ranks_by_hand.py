@@ -30,10 +30,11 @@ from pannier.v1 import (
     status_pb2,
     status_pb2_grpc,
 )
-from pannier.wire import addresses, errors, object_names, plan_codec
+from pannier.wire import errors, object_names, plan_codec
 from pannier.wire.plan_columns import decode_column
 from pannier.wire.version import WIRE_VERSION
 from support.plan_messages import columns
+from support.processes.channels import OWN_CONNECTION
 from support.processes.stretch import BOUND_S
 
 HEAD, TAIL = 704, 873
@@ -366,7 +367,7 @@ class CoordinatorClient:
 @asynccontextmanager
 async def connect_client(address: str) -> AsyncIterator[CoordinatorClient]:
     """A client of the coordinator at ``address``."""
-    async with grpc.aio.insecure_channel(address, options=addresses.channel_options()) as channel:
+    async with grpc.aio.insecure_channel(address, options=OWN_CONNECTION) as channel:
         calls = CoordinatorClient(channel)
         try:
             yield calls

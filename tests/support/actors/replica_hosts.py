@@ -21,10 +21,10 @@ from pannier.v1 import (
     sidecar_pb2,
 )
 from pannier.wire import errors, object_names
-from pannier.wire.addresses import channel_options
 from pannier.wire.version import WIRE_VERSION
 from support.actors.hosts import Host, await_true, running_host
 from support.actors.scripted import PLAN_ID, TIMEOUT_S, Trainer, attempt_of, data_file
+from support.processes.channels import OWN_CONNECTION
 from support.processes.ranks import free_port
 from support.storage.directories import files_below
 from support.storage.unreliable_store import UnreliableStore
@@ -162,8 +162,7 @@ class ReplicaHosts:
 
     def call(self, start: restore_pb2.ReplicaStart) -> ReplicaCall:
         """Sends a replica to the holder, over a connection of its own."""
-        options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
-        channel = grpc.insecure_channel(f"127.0.0.1:{self._port}", options=options)
+        channel = grpc.insecure_channel(f"127.0.0.1:{self._port}", options=OWN_CONNECTION)
         self._channels.append(channel)
         return ReplicaCall(channel, start)
 

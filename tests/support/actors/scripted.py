@@ -24,6 +24,7 @@ from pannier.v1 import (
 from pannier.wire import chunk_codec, errors, object_names
 from pannier.wire.addresses import channel_options
 from pannier.wire.version import WIRE_VERSION
+from support.processes.channels import OWN_CONNECTION
 from support.processes.stretch import BOUND_S
 
 TIMEOUT_S = BOUND_S
@@ -242,9 +243,8 @@ class Trainer:
         self.host = host
         self.incarnation = incarnation
         self.channel = grpc.insecure_channel(
-            # Its own connection, as a process has it.
             address,
-            options=[*channel_options(), ("grpc.use_local_subchannel_pool", 1)],
+            options=OWN_CONNECTION,
         )
         self.stub = sidecar_pb2_grpc.SidecarStub(self.channel)
         self.events: queue.SimpleQueue[sidecar_pb2.ConnectResponse] = queue.SimpleQueue()

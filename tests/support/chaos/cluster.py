@@ -16,12 +16,12 @@ from types import TracebackType
 import grpc
 
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
-from pannier.wire import addresses
 from support.chaos import schedule as chaos_schedule
 from support.chaos import trainer as chaos_trainer
 from support.chaos.links import Links
 from support.chaos.schedule import HOSTS, LINKS
 from support.processes import clocks, fork_server
+from support.processes.channels import OWN_CONNECTION
 from support.processes.daemons import (
     Daemon,
     await_serving,
@@ -299,7 +299,7 @@ _UNDECIDED = (
 
 def undecided(address: str) -> list[save_pb2.SaveStatus]:
     """Saves that a daemon says are under way. Raises grpc.RpcError when it doesn't answer."""
-    with grpc.insecure_channel(address, options=addresses.channel_options()) as channel:
+    with grpc.insecure_channel(address, options=OWN_CONNECTION) as channel:
         stub = status_pb2_grpc.StatusStub(channel)
         request = status_pb2.ListSavesRequest(states=_UNDECIDED, limit=100)
         return list(stub.ListSaves(request, timeout=stretched(5), wait_for_ready=True).saves)

@@ -12,8 +12,8 @@ from types import TracebackType
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pannier.wire import addresses
 from support.processes import fork_server
+from support.processes.channels import OWN_CONNECTION
 from support.processes.processes import SESSION, Process, python
 from support.processes.stretch import BOUND_S
 
@@ -59,7 +59,7 @@ def await_serving(
     """
     deadline = time.monotonic() + timeout
     problem = "no answer"
-    with grpc.insecure_channel(address, options=addresses.channel_options()) as channel:
+    with grpc.insecure_channel(address, options=OWN_CONNECTION) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while time.monotonic() < deadline:
             if process is not None and process.returncode is not None:

@@ -7,7 +7,7 @@ import grpc
 
 from pannier.common.rank_phase import has_reached
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
-from pannier.wire import addresses
+from support.processes.channels import OWN_CONNECTION
 from support.processes.stretch import BOUND_S
 
 COMMITTED = save_pb2.SAVE_STATE_COMMITTED
@@ -32,7 +32,7 @@ def await_save(
     """
     deadline = time.monotonic() + timeout
     last, problem = None, ""
-    with grpc.insecure_channel(address, options=addresses.channel_options()) as channel:
+    with grpc.insecure_channel(address, options=OWN_CONNECTION) as channel:
         stub = status_pb2_grpc.StatusStub(channel)
         while time.monotonic() < deadline:
             request = status_pb2.WatchSaveRequest(id=save)
@@ -61,7 +61,7 @@ def all_in(phase: "save_pb2.RankPhase") -> Callable[[save_pb2.SaveStatus], bool]
 
 def listed(address: str) -> status_pb2.ListSavesResponse:
     """What a daemon says of itself and its saves."""
-    with grpc.insecure_channel(address, options=addresses.channel_options()) as channel:
+    with grpc.insecure_channel(address, options=OWN_CONNECTION) as channel:
         answer: status_pb2.ListSavesResponse = status_pb2_grpc.StatusStub(channel).ListSaves(
             status_pb2.ListSavesRequest(), timeout=BOUND_S
         )

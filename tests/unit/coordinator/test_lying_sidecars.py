@@ -10,7 +10,7 @@ import pytest
 
 from pannier.coordinator import server
 from pannier.v1 import coordinator_pb2, plan_pb2, records_pb2, save_pb2, sidecar_pb2
-from pannier.wire import addresses, limits, object_names
+from pannier.wire import limits, object_names
 from pannier.wire.errors import (
     InvalidRequestError,
     OverloadedError,
@@ -27,6 +27,7 @@ from support.actors.ranks_by_hand import (
     report,
     tensor,
 )
+from support.processes.channels import OWN_CONNECTION
 
 COMMITTED, ABORTED = save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED
 INGESTED, DURABLE, FAILED = (
@@ -304,9 +305,8 @@ def test_calls_of_one_sidecar_have_a_limit_and_others_are_answered(
 
     async def scenario() -> None:
         async with coordinator(sockets) as honest:
-            options = [*addresses.channel_options(), ("grpc.use_local_subchannel_pool", 1)]
             address = f"unix://{sockets}/c.sock"
-            async with grpc.aio.insecure_channel(address, options=options) as channel:
+            async with grpc.aio.insecure_channel(address, options=OWN_CONNECTION) as channel:
                 waiting = calls(CoordinatorClient(channel))
                 await planned(honest, place)
                 ended = await asyncio.gather(*waiting, return_exceptions=True)
