@@ -4,7 +4,6 @@ In: a checkpoint's store and a new decision. Out: the stored decision, this proc
 decision never changes, so decisions that were read are cached. Async.
 """
 
-import asyncio
 import os
 import posixpath
 import time
@@ -18,6 +17,7 @@ from google.protobuf import json_format
 
 from pannier.common.fault_points import point
 from pannier.storage import ConflictError, NotFoundError, ObjectInfo, Store
+from pannier.storage.many import for_each
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, StorageError
@@ -25,8 +25,6 @@ from pannier.wire.records import fits, match, parse_decision
 
 _PROCESS: Final = uuid.uuid4().hex[:8]
 """Random, since process ids recur."""
-_PARALLEL: Final = 16
-"""Decisions read at the same time."""
 _KNOWN: Final = 4096
 """Most cached decisions."""
 
@@ -146,19 +144,18 @@ class Decisions:
 async def read_decisions(store: Store, objects: Iterable[ObjectInfo]) -> Decisions:
     """The decisions among ``objects``, without those that were removed since the listing."""
     found = Decisions()
-    limit = asyncio.Semaphore(_PARALLEL)
 
-    async def read(attempt: str, info: ObjectInfo) -> None:
-        async with limit:
-            try:
-                decision = await _read_once(store, info, attempt)
-            except IntegrityError as error:
-                found.damaged[info.key] = error
-            else:
-                if decision is not None:
-                    found.known[attempt] = decision
+    async def read(item: tuple[str, ObjectInfo]) -> None:
+        attempt, info = item
+        try:
+            decision = await _read_once(store, info, attempt)
+        except IntegrityError as error:
+            found.damaged[info.key] = error
+        else:
+            if decision is not None:
+                found.known[attempt] = decision
 
-    await asyncio.gather(*(read(*item) for item in _find(objects, object_names.decision).items()))
+    await for_each(read, _find(objects, object_names.decision).items())
     return found
 
 

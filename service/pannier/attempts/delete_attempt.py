@@ -4,19 +4,15 @@ In: a checkpoint's store and an attempt. Data files are removed first, then the 
 exist, data files may. Async; idempotent.
 """
 
-import asyncio
 from collections.abc import Collection
-from typing import Final
 
 from pannier.attempts.decisions import read_decisions
 from pannier.attempts.metadata_swap import settle_copies
 from pannier.common.fault_points import point
 from pannier.storage import ObjectInfo, Store
+from pannier.storage.many import for_each
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
-
-_PARALLEL: Final = 16
-"""Objects deleted at the same time."""
 
 
 async def remove_attempt(store: Store, attempt: str) -> None:
@@ -25,21 +21,11 @@ async def remove_attempt(store: Store, attempt: str) -> None:
     A sidecar removes its own uploads, too, but may be dead. Idempotent.
     """
     kept = object_names.decision(attempt)
-    limit = asyncio.Semaphore(_PARALLEL)
-
-    async def delete(key: str) -> None:
-        async with limit:
-            await store.delete(key)
-
     point("coordinator.removal.before")
     # Records last: as long as they exist, data files may.
     for prefix in (object_names.data_prefix(attempt), object_names.attempt_prefix(attempt)):
         keys = [info.key for info in await store.list(prefix)]
-        deleting = (delete(key) for key in keys if key != kept)
-        # Each deletion is tried before the first error is raised.
-        for problem in await asyncio.gather(*deleting, return_exceptions=True):
-            if problem is not None:
-                raise problem
+        await for_each(store.delete, [key for key in keys if key != kept], try_all=True)
     point("coordinator.removal.after")
 
 
@@ -96,16 +82,9 @@ def check_unneeded(
 
 
 async def _delete_all(store: Store, objects: Collection[ObjectInfo]) -> None:
-    limit = asyncio.Semaphore(_PARALLEL)
+    async def delete(info: ObjectInfo) -> None:
+        point("sweep.deletion.before")
+        await store.delete(info.key)
+        point("sweep.deletion.after")
 
-    async def delete(key: str) -> None:
-        async with limit:
-            point("sweep.deletion.before")
-            await store.delete(key)
-            point("sweep.deletion.after")
-
-    # Each deletion is tried before the first error is raised.
-    deleting = (delete(info.key) for info in objects)
-    for problem in await asyncio.gather(*deleting, return_exceptions=True):
-        if problem is not None:
-            raise problem
+    await for_each(delete, objects, try_all=True)

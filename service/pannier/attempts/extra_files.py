@@ -12,20 +12,18 @@ again after each change here. A copy is only removed with exactly the content of
 else has written since stays. Async; idempotent.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable
-from typing import Final, TypeVar
+from collections.abc import Collection, Iterable
+from typing import Final
 
 import crc32c
 
 from pannier.common.fault_points import point
 from pannier.storage import ConflictError, HeldError, NotFoundError, ObjectInfo, StorageError, Store
+from pannier.storage.many import for_each
 from pannier.storage.retry import contend
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, PannierError
-
-_Answer = TypeVar("_Answer")
 
 _PARALLEL: Final = 8
 """Extra files in memory at the same time."""
@@ -85,7 +83,7 @@ async def check_writable(store: Store, files: Iterable[records_pb2.ExtraFile]) -
                     "is to be: give it another name"
                 )
 
-    await _each(check, files)
+    await for_each(check, files, parallel=_PARALLEL)
 
 
 async def write_copies(store: Store, commit: records_pb2.Decision) -> None:
@@ -109,12 +107,14 @@ async def write_copies(store: Store, commit: records_pb2.Decision) -> None:
             return
         raise StorageError(f"{store.url}/{file.name} changed {_RACES} times while it was written")
 
-    await _each(write, commit.extra_files)
+    await for_each(write, commit.extra_files, parallel=_PARALLEL)
 
 
 async def missing_copies(store: Store, commit: records_pb2.Decision) -> bool:
     """Whether a copy of a COMMIT is missing or has another content."""
-    found = await _each(lambda file: find_copy(store, file), commit.extra_files)
+    found = await for_each(
+        lambda file: find_copy(store, file), commit.extra_files, parallel=_PARALLEL
+    )
     return not all(found)
 
 
@@ -135,7 +135,7 @@ async def find_copies(
 ) -> list[ObjectInfo]:
     """The copies of a COMMIT whose names aren't ``kept``."""
     files = [file for file in commit.extra_files if file.name not in kept]
-    found = await _each(lambda file: find_copy(store, file), files)
+    found = await for_each(lambda file: find_copy(store, file), files, parallel=_PARALLEL)
     return [info for info in found if info is not None]
 
 
@@ -172,19 +172,6 @@ async def _is_directory(store: Store, info: ObjectInfo) -> bool:
 def _parents(name: str) -> list[str]:
     parts = name.split("/")
     return ["/".join(parts[:count]) for count in range(1, len(parts))]
-
-
-async def _each(
-    function: Callable[[records_pb2.ExtraFile], Awaitable[_Answer]],
-    files: Iterable[records_pb2.ExtraFile],
-) -> list[_Answer]:
-    limit = asyncio.Semaphore(_PARALLEL)
-
-    async def run(file: records_pb2.ExtraFile) -> _Answer:
-        async with limit:
-            return await function(file)
-
-    return await asyncio.gather(*map(run, files))
 
 
 async def read(store: Store, file: records_pb2.ExtraFile) -> bytes:

@@ -5,30 +5,23 @@ decisions beside it, without unpickling. Checkpoints are ordered by their attemp
 from several clocks.
 """
 
-import asyncio
 import dataclasses
 import enum
 import math
 import posixpath
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import crc32c
 
 from pannier.attempts.decisions import find_committed, read_decisions
 from pannier.common.locations import CHILDREN, Pattern, has_wildcard, segment_matches
 from pannier.storage import ObjectInfo, Store
+from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
-
-_Item = TypeVar("_Item")
-_Answer = TypeVar("_Answer")
-
-_PARALLEL = 8
-"""Checkpoints examined, or directories listed, at the same time."""
 
 
 class CheckpointState(enum.Enum):
@@ -98,7 +91,7 @@ async def list_checkpoints(store: Store, pattern: Pattern | None = None) -> list
     directories = _directories(objects)
     if pattern is not None:
         directories = {name: each for name, each in directories.items() if pattern.matches(name)}
-    found = await _for_each(lambda item: _classify(store, *item), list(directories.items()))
+    found = await for_each(lambda item: _classify(store, *item), directories.items())
     if pattern is not None and not pattern.one_parent:
         began = _began(directories)
         found = [
@@ -120,7 +113,7 @@ async def _list_matching(store: Store, pattern: Pattern) -> list[ObjectInfo]:
     prefixes = [""]
     for segment in pattern.segments:
         if has_wildcard(segment):
-            listed = await _for_each(store.list_directories, prefixes)
+            listed = await for_each(store.list_directories, prefixes)
         else:
             listed = [[segment]] * len(prefixes)
         prefixes = [
@@ -129,7 +122,7 @@ async def _list_matching(store: Store, pattern: Pattern) -> list[ObjectInfo]:
             for name in names
             if segment_matches(segment, name)
         ]
-    return [info for listed in await _for_each(store.list, prefixes) for info in listed]
+    return [info for listed in await for_each(store.list, prefixes) for info in listed]
 
 
 def _began(directories: Mapping[str, _Directory]) -> dict[str, float]:
@@ -147,19 +140,6 @@ def _began(directories: Mapping[str, _Directory]) -> dict[str, float]:
                 found = planned if info.key == manifest else written
                 found[incarnation] = min(info.modified, found.get(incarnation, math.inf))
     return {**written, **planned}
-
-
-async def _for_each(
-    call: Callable[[_Item], Awaitable[_Answer]], items: Sequence[_Item]
-) -> list[_Answer]:
-    """The call's results for all items; a few run at the same time."""
-    limit = asyncio.Semaphore(_PARALLEL)
-
-    async def run(item: _Item) -> _Answer:
-        async with limit:
-            return await call(item)
-
-    return await asyncio.gather(*(run(item) for item in items))
 
 
 def _directories(objects: Iterable[ObjectInfo]) -> dict[str, _Directory]:

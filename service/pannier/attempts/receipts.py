@@ -3,21 +3,17 @@
 In: a checkpoint's store and an attempt. Out: its receipts, and ranks whose files are missing. Async.
 """
 
-import asyncio
 import logging
 from collections.abc import Collection, Iterable
-from typing import Final
 
 from pannier.storage import NotFoundError, Store
+from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
 from pannier.wire.records import parse_receipt
 
 _log = logging.getLogger(__name__)
-
-_PARALLEL: Final = 16
-"""Receipts read at the same time."""
 
 
 async def find_lost(
@@ -32,26 +28,21 @@ async def find_lost(
         for prefix in (object_names.receipts_prefix(attempt), object_names.data_prefix(attempt))
         for info in await store.list(prefix)
     }
-    limit = asyncio.Semaphore(_PARALLEL)
+    unlisted: list[tuple[int, str, int | None]] = []
+    for receipt in receipts:
+        record = (object_names.receipt(attempt, receipt.rank), None)
+        for key, size in (record, *((file.name, file.size) for file in receipt.files)):
+            if key not in there or size not in (None, there[key]):
+                unlisted.append((receipt.rank, key, size))
 
-    async def is_whole(key: str, size: int | None = None) -> bool:
-        found = there.get(key)
-        if found is None or size not in (None, found):
-            async with limit:
-                info = await store.stat(key)
-            found = info.size if info is not None else None
-        return found is not None and size in (None, found)
+    async def is_lost(item: tuple[int, str, int | None]) -> bool:
+        _, key, size = item
+        info = await store.stat(key)
+        return info is None or size not in (None, info.size)
 
-    async def is_lost(receipt: records_pb2.Receipt) -> bool:
-        whole = await asyncio.gather(
-            is_whole(object_names.receipt(attempt, receipt.rank)),
-            *(is_whole(file.name, file.size) for file in receipt.files),
-        )
-        return not all(whole)
-
-    counted = list(receipts)
-    lost = await asyncio.gather(*(is_lost(receipt) for receipt in counted))
-    return [receipt.rank for receipt, missing in zip(counted, lost, strict=True) if missing]
+    lost = await for_each(is_lost, unlisted)
+    ranks = (rank for (rank, _, _), missing in zip(unlisted, lost, strict=True) if missing)
+    return list(dict.fromkeys(ranks))
 
 
 async def find_receipts(
@@ -65,19 +56,17 @@ async def find_receipts(
     listed = [] if unlisted else await store.list(object_names.receipts_prefix(attempt))
     there = {info.key for info in listed}
     wanted = [rank for rank in ranks if unlisted or object_names.receipt(attempt, rank) in there]
-    limit = asyncio.Semaphore(_PARALLEL)
 
     async def read(rank: int) -> records_pb2.Receipt | None:
         key = object_names.receipt(attempt, rank)
-        async with limit:
-            try:
-                data = await store.read(key)
-                return parse_receipt(data, attempt, rank, f"{store.url}/{key}")
-            except (NotFoundError, IntegrityError) as error:
-                if isinstance(error, IntegrityError) or key in there:
-                    # The rank's sidecar still has it and reports it.
-                    _log.warning("a receipt can't be read: %s", error)
-                return None
+        try:
+            data = await store.read(key)
+            return parse_receipt(data, attempt, rank, f"{store.url}/{key}")
+        except (NotFoundError, IntegrityError) as error:
+            if isinstance(error, IntegrityError) or key in there:
+                # The rank's sidecar still has it and reports it.
+                _log.warning("a receipt can't be read: %s", error)
+            return None
 
-    found = await asyncio.gather(*(read(rank) for rank in wanted))
+    found = await for_each(read, wanted)
     return [receipt for receipt in found if receipt is not None]

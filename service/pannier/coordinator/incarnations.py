@@ -6,26 +6,20 @@ records were lost, the names of the attempts below the root still show which num
 Async.
 """
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Final, TypeVar
 
 from google.protobuf import json_format
 
 from pannier.attempts.commit import SupersededError
 from pannier.common.fault_points import point
 from pannier.storage import ConflictError, Store
+from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
-
-_PARALLEL: Final = 16
-"""Records read, or checkpoints listed, at the same time."""
-_Item = TypeVar("_Item")
-_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
@@ -153,7 +147,7 @@ class Incarnations:
         listed = await root.list(object_names.incarnations_prefix())
         numbers = {object_names.incarnation_number(info.key) for info in listed}
         new = sorted(numbers - self._records.keys() - {0})
-        read = await _for_each(lambda number: _read(root, number), new)
+        read = await for_each(lambda number: _read(root, number), new)
         self._records.update(zip(new, read, strict=True))
 
 
@@ -188,26 +182,13 @@ async def _shown(root: Store) -> dict[str, int]:
         if name != object_names.attempts_prefix()
     ]
     found: dict[str, int] = {}
-    for listed in await _for_each(root.list_directories, prefixes):
+    for listed in await for_each(root.list_directories, prefixes):
         for name in listed:
             if object_names.is_attempt(name):
                 attempt = object_names.Attempt.parse(name)
                 known = found.get(attempt.incarnation, 0)
                 found[attempt.incarnation] = max(known, attempt.incarnation_number)
     return found
-
-
-async def _for_each(
-    call: Callable[[_Item], Awaitable[_Answer]], items: Sequence[_Item]
-) -> list[_Answer]:
-    """The call's results for all items; a few run at the same time."""
-    limit = asyncio.Semaphore(_PARALLEL)
-
-    async def run(item: _Item) -> _Answer:
-        async with limit:
-            return await call(item)
-
-    return await asyncio.gather(*(run(item) for item in items))
 
 
 async def _read(root: Store, number: int) -> records_pb2.IncarnationRecord:

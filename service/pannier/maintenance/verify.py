@@ -1,6 +1,5 @@
 """Comparison of every byte of a checkpoint with its records: ``pannier verify``. Async."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,6 +8,7 @@ import crc32c
 from pannier.attempts.decisions import read_decisions
 from pannier.attempts.manifests import ManifestRecord, read_manifest
 from pannier.storage import NotFoundError, Store
+from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, InvalidRequestError, SaveAbortedError
@@ -96,18 +96,18 @@ async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verif
     receipts, problems = await _read_receipts(store, committed)
     files = [(receipt.rank, file) for receipt in receipts for file in receipt.files]
     total = sum(file.size for _, file in files)
-    limit = asyncio.Semaphore(_PARALLEL)
 
-    async def check(rank: int, file: records_pb2.DataFile) -> Finding:
-        async with limit:
-            return await _check_file(
-                store, committed.attempt, rank, file, lambda count: progress(count, total)
-            )
+    async def check(item: tuple[int, records_pb2.DataFile]) -> Finding:
+        return await _check_file(
+            store, committed.attempt, *item, lambda count: progress(count, total)
+        )
 
     findings += problems
     findings += [Finding(key, None, "malformed") for key in damaged]
-    findings += await asyncio.gather(*(check(rank, file) for rank, file in files))
-    findings += await asyncio.gather(*(_check_copy(store, file) for file in committed.extra_files))
+    findings += await for_each(check, files, parallel=_PARALLEL)
+    findings += await for_each(
+        lambda file: _check_copy(store, file), committed.extra_files, parallel=_PARALLEL
+    )
     after = await store.stat(object_names.METADATA)
     if after is None or after.generation != before.generation:
         raise SaveAbortedError(f"{store.url} was replaced while it was read; verify it again")

@@ -1,7 +1,5 @@
 """``pannier sidecar``: flags in, a checked SidecarConfig out to the daemon."""
 
-import logging
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from pannier.cli.options import (
     restore_budget_option,
     upload_options,
 )
-
-_log = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
 
@@ -132,6 +128,7 @@ def command(*, discard: bool, **settings: Any) -> None:
     """
     from pannier.sidecar.config import SidecarConfig
     from pannier.sidecar.main import run
+    from pannier.sidecar.spool import leftovers
 
     ctx = click.get_current_context()
     if settings["spool"] is None:
@@ -140,22 +137,8 @@ def command(*, discard: bool, **settings: Any) -> None:
         raise click.UsageError("--discard doesn't go with --jobs: each job has a spool of its own")
     status = run(SidecarConfig(**daemon_settings(settings)))
     if discard and status == 0:
-        discard_files(settings["spool"])
+        leftovers.discard(settings["spool"])
     ctx.exit(status)
-
-
-def discard_files(spool: Path) -> None:
-    """Removes a sidecar's files, and the directory if nothing else is there, when all are in storage."""
-    from pannier.cli.commands.up import awaits_upload
-    from pannier.sidecar.spool.journal import NAME
-
-    if awaits_upload(spool):
-        _log.warning("%s holds data that is not in storage yet: it stays", spool)
-        return
-    for path in [*spool.glob("*.data"), spool / NAME]:
-        path.unlink(missing_ok=True)
-    with suppress(OSError):  # others' files, or a mount point
-        spool.rmdir()
 
 
 def _spool_beside(address: str) -> Path:

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import pkgutil
-import shutil
 import zlib
 from functools import partial
 from pathlib import Path
@@ -35,8 +34,6 @@ from pannier.cli.options import (
 )
 from pannier.supervisor.process_title import set_process_title
 from pannier.supervisor.up import AlreadyRunningError, Supervisor, UnsafeDirectoryError
-
-_log = logging.getLogger(__name__)
 
 _ROOM = 4 << 30
 """Free bytes in /dev/shm that suffice for the spool on a host of any size."""
@@ -220,38 +217,14 @@ def _discard(directory: Path, spool: Path) -> None:
     A daemon that was signalled exits like an idle one: what it has not uploaded stays, with the record by
     which the job's next start finds it.
     """
+    from pannier.sidecar.spool import leftovers
     from pannier.wire import addresses
 
-    if awaits_upload(spool):
-        _log.warning(
-            "%s holds data that is not in storage yet: it stays, and the job's next start on this host "
-            "uploads it",
-            spool,
-        )
+    if not leftovers.discard(spool):
         return
-    shutil.rmtree(spool, ignore_errors=True)
     for path in directory.iterdir():
         if path.name != addresses.LOG and path.is_file():
             path.unlink(missing_ok=True)
-
-
-def awaits_upload(spool: Path) -> bool:
-    """Whether the journal of a spool without a sidecar names ranks that may still become durable."""
-    from pannier.sidecar.spool.journal import Journal
-    from pannier.sidecar.spool.rank_states import RankStates
-    from pannier.wire.errors import ConfigurationError
-
-    try:
-        contents = Journal(spool).read()
-    except ConfigurationError as error:
-        _log.warning("%s", error)
-        return True
-    states = RankStates()
-    for record in contents.records:
-        states.apply(record)
-    return contents.damaged_at is not None or any(
-        not state.stored and state.failure is None and state.ended is None for state in states
-    )
 
 
 def _run(*words: str) -> NoReturn:
