@@ -312,7 +312,8 @@ def test_room_that_is_being_taken_for_a_replica_makes_way_too(
 ) -> None:
     hosts.start_holder(spool_budget=4 * MIB)
     sidecar = hosts.holder.sidecar
-    spool, held = sidecar.replicas.held._spool, sidecar.replicas.held
+    room = sidecar.replicas.held._room
+    spool = room._spool
     may_take, waiting = threading.Event(), threading.Event()
     take = spool.take
 
@@ -331,14 +332,14 @@ def test_room_that_is_being_taken_for_a_replica_makes_way_too(
         try:
             writing = pool.submit(trainer.write, context, "0", os.urandom(3 * MIB))
             await_true(
-                lambda: bool(held._contested) or writing.done(), "the rank waits for the room"
+                lambda: bool(room.contested) or writing.done(), "the rank waits for the room"
             )
         finally:
             may_take.set()
         writing.result(BOUND_S)
     with pytest.raises(BusyError, match="ranks of node-1 need the spool's room"):
         call.response()
-    assert (sidecar.replicas.refused, sidecar.replicas.reserved, held._contested) == (1, 0, 0)
+    assert (sidecar.replicas.refused, sidecar.replicas.reserved, room.contested) == (1, 0, 0)
 
 
 # The end of its save.

@@ -12,13 +12,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final, TypeVar
 
 from pannier.common import timeouts
 from pannier.common.units import size_text
 from pannier.daemon.status_registry import TERMINAL
 from pannier.sidecar.replicas.held_replica import Cancel, HeldReplica
+from pannier.sidecar.replicas.replica_room import ReplicaRoom
 from pannier.sidecar.restore.local_copies import LocalCopies
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import Phase, RankPlan
@@ -26,9 +26,8 @@ from pannier.sidecar.spool.data_file import DataFile, UploadProgress
 from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.rank_states import RankState
-from pannier.sidecar.spool.spool import Spool, SpoolFile
+from pannier.sidecar.spool.spool import Spool
 from pannier.sidecar.upload.uploader import Uploader
-from pannier.storage.io_threads import reservation_threads
 from pannier.v1 import coordinator_pb2, restore_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import (
     BusyError,
@@ -70,7 +69,6 @@ class HeldReplicas:
         host: str,
     ) -> None:
         self._saves = saves
-        self._spool = spool
         self._mapped = mapped
         self._journal = journal
         self._local_copies = local_copies
@@ -79,10 +77,7 @@ class HeldReplicas:
         self._replicas: dict[Key, HeldReplica] = {}
         """The oldest first."""
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._opening = asyncio.Lock()
-        """Held while room is taken for one."""
-        self._contested = 0
-        """Ranks of this host that wait for the room that is being taken."""
+        self._room = ReplicaRoom(spool, host)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._asking: asyncio.Task[None] | None = None
         """Reads outcomes in storage."""
@@ -225,7 +220,7 @@ class HeldReplicas:
         replicas = list(self._replicas.values())
         replica = next((each for each in replicas if not each.complete), next(iter(replicas), None))
         if replica is None:
-            return await self._contest()
+            return await self._room.contest()
         self.refused += 1
         await self._give_up(replica, "ranks of this host need its room", BusyError)
         return True
@@ -278,7 +273,7 @@ class HeldReplicas:
             raise replica.problem or UnavailableError(f"{replica.label} isn't needed any more")
 
     async def _open(self, start: restore_pb2.ReplicaStart) -> HeldReplica:
-        async with self._opening:
+        async with self._room.opening():
             known = self._replicas.get((save_text(start.context.save), start.context.rank))
             if known is not None:
                 if known.resume(start):
@@ -303,45 +298,15 @@ class HeldReplicas:
     async def _reserve(self, start: restore_pb2.ReplicaStart) -> HeldReplica:
         """A new one with its room, journalled. Raises BusyError: there is none, or ranks of this host need it."""
         sizes = [file.size for file in start.receipt.files]
-        replica = HeldReplica.begun(start, await self._take(start.context.save.job, sizes))
+        replica = HeldReplica.begun(start, await self._room.take(start.context.save.job, sizes))
         try:
             for file in replica.files:
                 await self._journal.record_opened(replica.rank, file)
-            self._check_contested()
+            self._room.check()
         except BaseException as error:
             await self._free(replica, UnavailableError(f"{replica.label}: {error}"))
             raise
         return replica
-
-    async def _contest(self) -> bool:
-        """The one that is being opened gives its room back; False: there is none."""
-        if not self._opening.locked():
-            return False
-        self._contested += 1
-        try:
-            async with self._opening:
-                return True
-        finally:
-            self._contested -= 1
-
-    def _check_contested(self) -> None:
-        if self._contested:
-            raise BusyError(f"ranks of {self._host} need the spool's room: it takes no replica now")
-
-    async def _take(self, job: str, sizes: Sequence[int]) -> list[SpoolFile]:
-        """Spool files for which nothing makes way; all or none. Raises as :meth:`Spool.take`."""
-        files: list[SpoolFile] = []
-        try:
-            for size in sizes:
-                self._check_contested()
-                take = partial(self._spool.take, job, size)
-                files.append(await reservation_threads.run(take, undo=self._spool.give))
-        except BaseException:
-            # They are free before another one, or a rank of this host, takes its files.
-            give = partial(reservation_threads.run, self._spool.give, closing=True)
-            await asyncio.gather(*map(give, files), return_exceptions=True)
-            raise
-        return files
 
     async def _finish(self, replica: HeldReplica) -> None:
         self._check(replica)
