@@ -63,7 +63,7 @@ def peers_stall_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def fetch(*places: Place, expected: int | None = SUM) -> tuple[str, int, int, int]:
     """The host that it came from, and what was rejected, failed and hedged."""
-    found = await BlockFetcher().fetch(places, len(DATA), expected, "block 3 of x")
+    found = await BlockFetcher(1).fetch(places, len(DATA), expected, "block 3 of x")
     assert b"".join(found.pieces) == DATA
     assert found.crc32c == SUM
     assert found.retries == sum(len(place.attempts) for place in places)
@@ -135,7 +135,7 @@ def test_the_slow_source_counts_when_it_is_the_first_to_answer_after_all() -> No
 def test_a_peer_that_shows_life_is_left_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "BLOCK_STALL_S", 1.0)
     monkeypatch.setattr(timeouts, "BLOCK_SLOW_S", 15.0)
-    fetcher, busy = BlockFetcher(), Place("node-1", kind="peer", shows_life=True)
+    fetcher, busy = BlockFetcher(1), Place("node-1", kind="peer", shows_life=True)
     attempt = Attempt()
     assert fetcher._due(busy, attempt) == attempt.seen + timeouts.BLOCK_STALL_S
     attempt.seen += 10
@@ -185,18 +185,47 @@ def test_no_more_than_two_requests_are_under_way_at_a_time(monkeypatch: pytest.M
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("peers_stall_soon")
+def test_without_memory_for_a_second_request_the_slow_one_ends_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeouts, "BLOCK_FIRST_STALL_S", 0.02)
+
+    async def main() -> None:
+        gate = asyncio.Event()
+        fetcher = BlockFetcher(1)
+        peers = [
+            Place(f"node-{number}", kind="peer", shows_life=True, gate=asyncio.Event())
+            for number in range(2)
+        ]
+        stores = [Place(gate=gate), Place(gate=gate)]
+        first = asyncio.ensure_future(fetcher.fetch([peers[0], stores[0]], len(DATA), SUM, "a"))
+        await until(lambda: len(stores[0].attempts) == 2)
+        assert fetcher._spare == 0
+        second = asyncio.ensure_future(fetcher.fetch([peers[1], stores[1]], len(DATA), SUM, "b"))
+        await until(lambda: peers[1].cancelled and len(stores[1].attempts) == 2)
+        # Storage, too: its first request ended before the second.
+        await until(lambda: stores[1].cancelled == 1)
+        gate.set()
+        found = [await first, await second]
+        assert [each.hedged for each in found] == [2, 2]
+        assert fetcher._spare == 1
+
+    asyncio.run(main())
+
+
 def test_storage_that_asks_for_less_load_gets_no_second_request() -> None:
     attempt = Attempt()
-    assert BlockFetcher()._due(Place(), attempt) == attempt.began + timeouts.BLOCK_FIRST_STALL_S
+    assert BlockFetcher(1)._due(Place(), attempt) == attempt.began + timeouts.BLOCK_FIRST_STALL_S
     attempt.patient = True
-    assert BlockFetcher()._due(Place(), attempt) == math.inf
+    assert BlockFetcher(1)._due(Place(), attempt) == math.inf
 
 
 def test_what_takes_long_is_measured_by_the_median_of_its_like(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
-        fetcher = BlockFetcher()
+        fetcher = BlockFetcher(1)
         source = Place("node-1", kind="spool")
         for _ in range(5):
             await fetcher.fetch([source], len(DATA), SUM, "block")
@@ -216,11 +245,13 @@ def test_a_cancelled_fetch_ends_all_its_requests(caplog: pytest.LogCaptureFixtur
     async def main() -> None:
         peer = Place("node-1", kind="peer", shows_life=True, gate=asyncio.Event())
         places = [peer, Place(gate=asyncio.Event())]
-        running = asyncio.ensure_future(fetch(*places))
+        fetcher = BlockFetcher(1)
+        running = asyncio.ensure_future(fetcher.fetch(places, len(DATA), SUM, "block"))
         await until(lambda: places[1].attempts)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert [place.cancelled for place in places] == [1, 1]
+        assert fetcher._spare == 1
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())

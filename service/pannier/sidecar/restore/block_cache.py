@@ -168,14 +168,16 @@ class BlockCache:
     """See the module.
 
     Args:
-        budget: bytes of all blocks, those under way included; at least one block is kept, and one is
-            under way from peers and one from elsewhere.
+        budget: bytes of all blocks, those under way and requested twice included; at least one block is kept,
+            and one is under way from peers and one from elsewhere.
     """
 
     def __init__(self, budget: int) -> None:
         blocks = max(1, budget // BLOCK_BYTES)
         fetches = max(1, min(MOST_FETCHES, blocks // 4))
-        self.slots = max(1, blocks - 2 * fetches)
+        self.spare = fetches // 2
+        """Blocks that may be requested a second time meanwhile, since their source is slow."""
+        self.slots = max(1, blocks - 2 * fetches - self.spare)
         self._memory: BlockMemory | None = None
         self._free = list(range(self.slots))
         self._freed = asyncio.Event()

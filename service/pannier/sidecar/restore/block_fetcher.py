@@ -3,7 +3,8 @@
 In: sources in order, the nearest first and storage last. Out: the block, or an error that names what each
 source answered. A source that fails, or sends a wrong block, is followed by the next at once; one that
 takes long is followed by the next, too, and the first good answer counts. The last source may be asked
-twice at a time. At most two requests are under way at a time: the older one ends before a third. On the event loop; checksums are taken by threads.
+twice at a time. At most two requests for a block are under way at a time, and of all blocks only so many
+second ones as there is memory for: else the older request ends first. On the event loop; checksums are taken by threads.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ _ENOUGH: Final = 5
 _LONG: Final = 4
 """Times the median: then a block is requested elsewhere, too."""
 _MOST: Final = 2
-"""Requests for one block at a time: each may hold all of its bytes, and --restore-budget counts only one."""
+"""Requests for one block at a time: each may hold all of its bytes."""
 _POLL_S: Final = 0.25
 _PIECE: Final = 1 << 20
 
@@ -87,9 +88,14 @@ class _Counts:
 
 
 class BlockFetcher:
-    """Knows how long sources take."""
+    """Knows how long sources take.
 
-    def __init__(self) -> None:
+    Args:
+        spare: blocks for which there is memory for a second request at a time.
+    """
+
+    def __init__(self, spare: int) -> None:
+        self._spare = spare
         self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KNOWN))
 
     async def fetch(
@@ -112,9 +118,17 @@ class BlockFetcher:
         counts = _Counts()
         attempts: list[Attempt] = []
         again = True
+        seconds = 0
+        """Of ``running``, those that are second requests."""
+
+        def count_seconds() -> None:
+            nonlocal seconds
+            now = max(0, len(running) - 1)
+            self._spare -= now - seconds
+            seconds = now
 
         def start(source: BlockSource) -> None:
-            if len(running) == _MOST:
+            if len(running) == _MOST or (running and self._spare <= 0):
                 oldest = next(iter(running))
                 del running[oldest]
                 oldest.cancel()
@@ -123,6 +137,7 @@ class BlockFetcher:
             attempts.append(attempt)
             work = _read_checked(source, attempt, size, expected, what)
             running[asyncio.get_running_loop().create_task(work)] = source, attempt
+            count_seconds()
 
         start(pending.popleft())
         try:
@@ -138,6 +153,7 @@ class BlockFetcher:
                 )
                 for task in done:
                     source, attempt = running.pop(task)
+                    count_seconds()
                     try:
                         pieces, crc = task.result()
                     except PannierError as error:
@@ -169,6 +185,8 @@ class BlockFetcher:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, *ended, return_exceptions=True)
+            running.clear()
+            count_seconds()
 
     def _due(self, source: BlockSource, attempt: Attempt) -> float:
         """When the next source is asked, too."""

@@ -136,7 +136,7 @@ class HostBlocks:
         self._stored = stored
         self._peers = peers
         self._may_fetch = may_fetch
-        self._fetcher = BlockFetcher()
+        self._fetcher = BlockFetcher(self.cache.spare)
         self._known: dict[_Load, float] = {}
         """Loads of this host's ranks, and when they were last announced or read by a peer; the newest last."""
         self._offers: dict[bytes, float] = {}
