@@ -96,6 +96,9 @@ def srun(allocation: dict[str, list[str]], words: Sequence[str]) -> int:
     options.add_argument("--nodes", type=int)
     options.add_argument("--ntasks", type=int)
     options.add_argument("--nodelist")
+    # Slurm's own defaults, which a cluster may change: tasks don't end each other.
+    options.add_argument("--wait", type=int, choices=[0])
+    options.add_argument("--kill-on-bad-exit", type=int, choices=[0])
     options.add_argument("command", nargs=argparse.REMAINDER)
     given = options.parse_args(words)
     names = given.nodelist.split(",") if given.nodelist else list(allocation)[: given.nodes]
