@@ -42,16 +42,6 @@ def test_the_newest_directory_is_not_resumed_when_its_save_was_aborted(
     assert listed(root, env)[-1] == "checkpoint-6"
 
 
-def test_accelerates_own_functions_save_and_load_with_the_patch(
-    daemons: Daemons, tmp_path: Path
-) -> None:
-    env = daemons.env(**daemons.environment, ROOT=str(tmp_path))
-    for output in train(PROGRAMS / "accelerate_job.py", env):
-        assert "loaded bit for bit\n" in output
-    names = ["optimizer_0", "pytorch_model_fsdp_0"]
-    assert sorted(listed(str(tmp_path / "step-1"), env)) == names
-
-
 @pytest.mark.parametrize(
     ("setting", "value", "named"),
     [

@@ -1,17 +1,19 @@
 """Pannier in the place of ``torch.distributed.checkpoint``'s functions, for trainers whose code can't be changed.
 
 In: calls of ``save``, ``async_save`` and ``load`` with torch's arguments. Out: saves and loads of the process's default
-client; torch's own, for storage that isn't plain files of DCP. Thread-safe; what is replaced is replaced for all
-threads of the process.
+client; torch's own, for storage that isn't plain files of DCP. An adapter can take the states of one local directory
+by itself (:class:`StateTaker`). Thread-safe; what is replaced is replaced for all threads of the process.
 """
 
 import functools
 import logging
+import os
 import sys
 import threading
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import FunctionType, ModuleType, TracebackType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -32,12 +34,45 @@ _torch_load = state_dict_loader.load
 _lock: Final = threading.Lock()
 _depth = 0
 """Patches that are in force; the first replaces torch's functions, and the last puts them back."""
+_takers: "Final[dict[Path, StateTaker]]" = {}
+"""By the directory of which each takes the states."""
 _replaced: Final[list[tuple[ModuleType, str, Any]]] = []
 """Modules and names that had one of torch's functions."""
 _pending: Final[set[SaveHandle]] = set()
 """Saves that the patched ``async_save`` began, and that have not ended."""
 _passed_on: Final[set[str]] = set()
 """Kinds of storage of which the log says that torch itself serves them."""
+
+
+class StateTaker(Protocol):
+    """What torch would save into a subdirectory of one directory, and load from there, by an adapter instead.
+
+    Called in the thread that calls torch, with the path below the directory.
+    """
+
+    def save(self, path: Path, state_dict: dict[str, Any]) -> bool:
+        """Takes a state. False: it is torch's own matter."""
+        ...
+
+    def load(self, path: Path, state_dict: dict[str, Any]) -> bool:
+        """Loads a state in place. False: it is torch's own matter."""
+        ...
+
+
+def take_states(directory: Path, taker: StateTaker) -> None:
+    """Has the states of ``directory``, an absolute path, saved and loaded by ``taker``, the last one that is given.
+
+    It replaces torch's ``save`` and ``load`` as :func:`patch_dcp` does; all other calls of them are as they were.
+    """
+    with _lock:
+        _takers[directory] = taker
+        _replace()
+
+
+def leave_states(directory: Path) -> None:
+    """Leaves a directory to torch again; its functions stay replaced, which makes taking the next one quick."""
+    with _lock:
+        del _takers[directory]
 
 
 class DcpPatch(AbstractContextManager["DcpPatch"]):
@@ -63,8 +98,7 @@ class DcpPatch(AbstractContextManager["DcpPatch"]):
         global _depth
         with _lock:
             _depth += 1
-            if _depth == 1:
-                _replace()
+            _replace()
 
     def stop(self) -> None:
         """Puts torch's functions back, and waits for the saves that are under way.
@@ -101,6 +135,8 @@ def patch_dcp() -> DcpPatch:
 
 
 def _replace() -> None:
+    if _replaced:
+        return
     ours = dict(zip((_torch_save, _torch_async_save, _torch_load), _OURS, strict=True))
     # What was imported by name lies in the importing module.
     for module in list(sys.modules.values()):
@@ -119,7 +155,7 @@ def _restore() -> None:
         if not _depth:
             raise RuntimeError("patch_dcp() was stopped more often than it was started")
         _depth -= 1
-        if _depth:
+        if _depth or _takers:
             return
         while _replaced:
             module, name, original = _replaced.pop()
@@ -140,6 +176,10 @@ def _underway(checkpoint_id: str | None = None) -> list[SaveHandle]:
 def _save(
     state_dict: Any, *, checkpoint_id: Any = None, storage_writer: Any = None, **arguments: Any
 ) -> Metadata:
+    if taken := _taker(checkpoint_id, storage_writer):
+        taker, path = taken
+        if taker.save(path, state_dict):
+            return Metadata({})
     target = _target(checkpoint_id, storage_writer)
     if target is None:
         metadata: Metadata = _torch_save(
@@ -186,6 +226,10 @@ def _load(
     storage_reader: Any = None,
     **arguments: Any,
 ) -> None:
+    if taken := _taker(checkpoint_id, storage_reader):
+        taker, path = taken
+        if taker.load(path, state_dict):
+            return
     source = _source(checkpoint_id, storage_reader)
     if source is None:
         _torch_load(
@@ -205,6 +249,19 @@ _OURS: Final = (_save, _async_save, _load)
 def _forget(handle: Any) -> None:
     with _lock:
         _pending.discard(handle)
+
+
+def _taker(checkpoint_id: Any, storage: Any) -> tuple[StateTaker, Path] | None:
+    """Who takes the states of a place, and its path below that one's directory."""
+    place = checkpoint_id or getattr(storage, "path", None)
+    if not isinstance(place, str | os.PathLike):
+        return None
+    path = Path(place).absolute()
+    with _lock:
+        for directory, taker in _takers.items():
+            if directory in path.parents:
+                return taker, path.relative_to(directory)
+    return None
 
 
 def _target(checkpoint_id: Any, writer: Any) -> dict[str, Any] | None:

@@ -1,0 +1,93 @@
+"""Checkpoints that a framework writes piece by piece into a local directory, each as one commit.
+
+In: what the framework gives to DCP for ``<directory>/<name>/<state>``, and the files that it writes into
+``<directory>/<name>``. Out: ``<root>/<name>``, with the states by their names, and the files as extra files. For the
+thread that trains.
+"""
+
+import posixpath
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from pannier import client
+from pannier.client.handle import SaveHandle
+from pannier.client.integrations import dcp_patch
+from pannier.client.loading.catalog import find_commit
+from pannier.client.loading.filesystem import open_dir
+
+
+class ScratchDirectory(dcp_patch.StateTaker):
+    """A directory whose states DCP doesn't write any more, from :meth:`start` on.
+
+    Args:
+        directory: absolute; the host's or the rank's own.
+        root: directory of the checkpoints, an absolute path or a URL; on all ranks the same.
+    """
+
+    def __init__(self, directory: Path, root: str) -> None:
+        self.directory = directory
+        self.root = root
+        self.unsaved: dict[str, dict[str, Any]] = {}
+        """States that DCP was given, by the name of their checkpoint and by their own."""
+
+    def start(self) -> None:
+        """Takes DCP's calls for the directory from now on."""
+        dcp_patch.take_states(self.directory, self)
+
+    def stop(self) -> None:
+        """Leaves the directory to DCP again."""
+        dcp_patch.leave_states(self.directory)
+
+    def save(self, path: Path, state_dict: dict[str, Any]) -> bool:
+        """Keeps a state for :meth:`commit`."""
+        if len(path.parts) != 2:
+            return False
+        name, state = path.parts
+        self.unsaved.setdefault(name, {})[state] = state_dict
+        return True
+
+    def load(self, path: Path, state_dict: dict[str, Any]) -> bool:
+        """Loads a state of a checkpoint in place."""
+        if len(path.parts) != 2:
+            return False
+        name, state = path.parts
+        client.load({state: state_dict}, checkpoint_id=posixpath.join(self.root, name))
+        return True
+
+    def commit(self, name: str, files: Iterable[Path], **arguments: Any) -> SaveHandle:
+        """Stages a checkpoint: the states that were kept, and this rank's files, which it then removes.
+
+        All ranks call it. It takes the further arguments of ``client.async_save``, and raises what that raises, and
+        RuntimeError when DCP was given no state.
+        """
+        folder, states = self.directory / name, self.unsaved.pop(name, {})
+        if not states:
+            raise RuntimeError(
+                f"{folder} has no state: torch.distributed.checkpoint was not called to save one"
+            )
+        contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+        handle = client.async_save(
+            states,
+            checkpoint_id=posixpath.join(self.root, name),
+            extra_files=contents,
+            **arguments,
+        )
+        for file in contents:
+            (folder / file).unlink()
+        return handle
+
+    def restore(self, name: str, wanted: Callable[[str], bool]) -> Path:
+        """Puts a checkpoint's extra files back, those that are wanted; returns their directory.
+
+        Raises StorageError and IntegrityError as ``client.read_extra_file`` does.
+        """
+        checkpoint_id, folder = posixpath.join(self.root, name), self.directory / name
+        commit = find_commit(open_dir(checkpoint_id))
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in () if commit is None else commit.extra_files:
+            if wanted(file.name):
+                path = folder / file.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(client.read_extra_file(checkpoint_id, file.name))
+        return folder
