@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from pannier import client
 from pannier.client import InvalidRequestError, SaveAbortedError
+from pannier.client.integrations import dcp_patch
 from support.processes.daemons import Daemons
 from support.processes.stretch import BOUND_S
 from support.storage.gcs_server import GcsServer
@@ -168,6 +169,44 @@ def test_other_storage_is_torchs(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert [each.rpartition(".")[2] for each in messages if "patch_dcp()" in each] == [
         "Own reads or writes is left to torch"
     ]
+
+
+def test_an_adapter_takes_the_states_of_one_directory(tmp_path: Path) -> None:
+    class Taker:
+        def __init__(self) -> None:
+            self.saved: dict[str, Any] = {}
+
+        def save(self, path: Path, state_dict: dict[str, Any]) -> bool:
+            self.saved[str(path)] = state_dict
+            return len(path.parts) == 2
+
+        def load(self, path: Path, state_dict: dict[str, Any]) -> bool:
+            state_dict.update(self.saved.get(str(path), {}))
+            return len(path.parts) == 2
+
+    taker, scratch = Taker(), tmp_path / "scratch"
+    dcp_patch.take_states(scratch, taker)
+    try:
+        dcp.save(state(1), storage_writer=dcp.FileSystemWriter(scratch / "a/model"))
+        dcp.save(state(2), checkpoint_id=scratch / "b")
+        dcp.save(state(3), checkpoint_id=tmp_path / "c")
+        assert [*taker.saved] == ["a/model", "b"]
+        assert not (scratch / "a").exists()
+        assert loaded(storage_reader=dcp.FileSystemReader(scratch / "a/model")) == 1
+        # Nor was anything else patched.
+        assert not is_ours(scratch / "b")
+        assert not is_ours(tmp_path / "c")
+        with client.patch_dcp():
+            dcp.save(state(4), checkpoint_id=scratch / "a/model")
+            dcp.save(state(5), checkpoint_id=tmp_path / "d")
+        assert is_ours(tmp_path / "d")
+        assert loaded(checkpoint_id=scratch / "a/model") == 4
+    finally:
+        dcp_patch.leave_states(scratch)
+    dcp.save(state(6), checkpoint_id=scratch / "a/model")
+    assert (scratch / "a/model/.metadata").exists()
+    with client.patch_dcp():
+        pass
 
 
 def test_what_is_there_is_replaced_as_the_writer_says(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def save_state(
         (of_first,) = broadcast_object_list([[*files]])
         is_first = accelerator.is_main_process
         own = [path for file, path in files.items() if is_first or file not in of_first]
-        return scratch.commit(name, own, **arguments)
+        return scratch.stage(name, own, **arguments)
 
 
 def load_state(

@@ -40,7 +40,7 @@ class ScratchDirectory(dcp_patch.StateTaker):
         dcp_patch.leave_states(self.directory)
 
     def save(self, path: Path, state_dict: dict[str, Any]) -> bool:
-        """Keeps a state for :meth:`commit`."""
+        """Keeps a state for :meth:`stage`."""
         if len(path.parts) != 2:
             return False
         name, state = path.parts
@@ -55,7 +55,7 @@ class ScratchDirectory(dcp_patch.StateTaker):
         client.load({state: state_dict}, checkpoint_id=posixpath.join(self.root, name))
         return True
 
-    def commit(self, name: str, files: Iterable[Path], **arguments: Any) -> SaveHandle:
+    def stage(self, name: str, files: Iterable[Path], **arguments: Any) -> SaveHandle:
         """Stages a checkpoint: the states that were kept, and this rank's files, which it then removes.
 
         All ranks call it. It takes the further arguments of ``client.async_save``, and raises what that raises, and

@@ -68,7 +68,7 @@ class PannierCallback(TrainerCallback):
         logs = [log for log in state.log_history if log["step"] == state.global_step]
         numbers = {k: v for log in logs for k, v in log.items() if isinstance(v, int | float)}
         metrics = {name: v for name, v in numbers.items() if name.startswith("eval_")}
-        scratch.commit(name, files, metrics=metrics)
+        scratch.stage(name, files, metrics=metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Waits until all is committed; raises what failed."""
