@@ -67,7 +67,7 @@ class PannierCallback(TrainerCallback):
         ]
         logs = [log for log in state.log_history if log["step"] == state.global_step]
         numbers = {k: v for log in logs for k, v in log.items() if isinstance(v, int | float)}
-        metrics = {name: v for name, v in numbers.items() if name.startswith("eval_")}
+        metrics = {k: v for k, v in numbers.items() if k.startswith("eval_")}
         scratch.stage(name, files, metrics=metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
