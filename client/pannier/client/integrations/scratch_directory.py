@@ -13,8 +13,8 @@ from typing import Any
 from pannier import client
 from pannier.client.handle import SaveHandle
 from pannier.client.integrations import dcp_patch
-from pannier.client.loading.catalog import find_commit
-from pannier.client.loading.filesystem import open_dir
+from pannier.client.resume.extra_files import read_extra_files
+from pannier.wire.object_names import check_extra_name
 
 
 class ScratchDirectory(dcp_patch.StateTaker):
@@ -80,14 +80,15 @@ class ScratchDirectory(dcp_patch.StateTaker):
     def restore(self, name: str, wanted: Callable[[str], bool]) -> Path:
         """Puts a checkpoint's extra files back, those that are wanted; returns their directory.
 
-        Raises StorageError and IntegrityError as ``client.read_extra_file`` does.
+        Raises StorageError and IntegrityError as ``client.read_extra_file`` does, InvalidRequestError for a name
+        that leads elsewhere.
         """
-        checkpoint_id, folder = posixpath.join(self.root, name), self.directory / name
-        commit = find_commit(open_dir(checkpoint_id))
+        folder = self.directory / name
         folder.mkdir(parents=True, exist_ok=True)
-        for file in () if commit is None else commit.extra_files:
-            if wanted(file.name):
-                path = folder / file.name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(client.read_extra_file(checkpoint_id, file.name))
+        for file, content in read_extra_files(posixpath.join(self.root, name), wanted).items():
+            # It becomes a path here.
+            check_extra_name(file)
+            path = folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
         return folder
