@@ -17,7 +17,7 @@ def add_note(error: BaseException, text: str) -> None:
     notes = getattr(error, "__notes__", [])
     if text not in notes:
         # What BaseException.add_note does.
-        error.__notes__ = [*notes, text]
+        error.__notes__ = [*notes, text]  # type: ignore[attr-defined]  # unknown to 3.10
 
 
 @contextmanager

@@ -320,7 +320,7 @@ class _Demand:
     def at_owner(self, owners: _Counts) -> _Counts:
         """How often each block is read at its owner: by the owner's own ranks, and by each other host or
         visitor once."""
-        found = self.visitors.copy()
+        found: _Counts = self.visitors.copy()
         for host, readers in self._readers.items():
             found += np.where(owners == host, readers, readers > 0)
         return found

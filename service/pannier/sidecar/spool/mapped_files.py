@@ -324,8 +324,12 @@ class MappedFiles:
             return
         if lease is not None:
             self._forget(lease, name)
+        # To its end, even if the caller is cancelled: else the file would be neither free nor held.
+        await asyncio.shield(self._free(file))
+
+    async def _free(self, file: SpoolFile) -> None:
         future = reservation_threads.submit(self._give_unless_held, file)
-        if not await asyncio.shield(asyncio.wrap_future(future)):
+        if not await asyncio.wrap_future(future):
             self._held.append(file)
 
     def _return(self, lease: _FileLease, name: str) -> None:
@@ -365,9 +369,9 @@ class MappedFiles:
         await self._free_held()
 
     async def _free_held(self) -> None:
-        held, self._held = self._held, []
-        for file in held:
-            await self.give_back(file)
+        for _ in range(len(self._held)):
+            if self._held:  # another caller may have taken the rest
+                await self.give_back(self._held.pop(0))
 
     async def _end(self, lease: _FileLease) -> None:
         lease.over = True

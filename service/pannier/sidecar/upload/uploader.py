@@ -188,9 +188,8 @@ class Uploader:
         """
         if rank.phase is Phase.HANDED_OVER:
             event = self._unconfirmed.setdefault(rank, asyncio.Event())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeouts.CONFIRM_S):
-                    await event.wait()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(event.wait(), timeouts.CONFIRM_S)
 
     async def _write_receipt(self, rank: RankSave) -> None:
         """Waits for the files, writes the receipt: then the rank is durable."""
