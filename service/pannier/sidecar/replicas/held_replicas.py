@@ -273,7 +273,7 @@ class HeldReplicas:
             raise replica.problem or UnavailableError(f"{replica.label} isn't needed any more")
 
     async def _open(self, start: restore_pb2.ReplicaStart) -> HeldReplica:
-        async with self._room.opening():
+        async with self._room.opening:
             known = self._replicas.get((save_text(start.context.save), start.context.rank))
             if known is not None:
                 if known.resume(start):

@@ -4,8 +4,7 @@ In: sizes of its files. Out: spool files for all of them, or none. One replica i
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from functools import partial
 
 from pannier.sidecar.spool.spool import Spool, SpoolFile
@@ -23,15 +22,10 @@ class ReplicaRoom:
     def __init__(self, spool: Spool, host: str) -> None:
         self._spool = spool
         self._host = host
-        self._opening = asyncio.Lock()
+        self.opening = asyncio.Lock()
+        """Held while a replica is opened: until its room is taken or free again."""
         self.contested = 0
         """Ranks of this host that wait for the room that is being taken."""
-
-    @asynccontextmanager
-    async def opening(self) -> AsyncIterator[None]:
-        """A replica is opened: others wait until its room is taken or free again."""
-        async with self._opening:
-            yield
 
     async def take(self, job: str, sizes: Sequence[int]) -> list[SpoolFile]:
         """Spool files for which nothing makes way; all or none. Raises as :meth:`Spool.take`, and :meth:`check`."""
@@ -55,11 +49,11 @@ class ReplicaRoom:
 
     async def contest(self) -> bool:
         """The replica that is being opened gives its room back; False: there is none."""
-        if not self._opening.locked():
+        if not self.opening.locked():
             return False
         self.contested += 1
         try:
-            async with self._opening:
+            async with self.opening:
                 return True
         finally:
             self.contested -= 1

@@ -118,14 +118,14 @@ class BlockFetcher:
         counts = _Counts()
         attempts: list[Attempt] = []
         again = True
-        seconds = 0
-        """Of ``running``, those that are second requests."""
+        taken = 0
+        """Of the spare memory, by second requests in ``running``."""
 
-        def count_seconds() -> None:
-            nonlocal seconds
-            now = max(0, len(running) - 1)
-            self._spare -= now - seconds
-            seconds = now
+        def settle_spare() -> None:
+            nonlocal taken
+            needed = max(0, len(running) - 1)
+            self._spare -= needed - taken
+            taken = needed
 
         def start(source: BlockSource) -> None:
             if len(running) == _MOST or (running and self._spare <= 0):
@@ -137,7 +137,7 @@ class BlockFetcher:
             attempts.append(attempt)
             work = _read_checked(source, attempt, size, expected, what)
             running[asyncio.get_running_loop().create_task(work)] = source, attempt
-            count_seconds()
+            settle_spare()
 
         start(pending.popleft())
         try:
@@ -153,7 +153,7 @@ class BlockFetcher:
                 )
                 for task in done:
                     source, attempt = running.pop(task)
-                    count_seconds()
+                    settle_spare()
                     try:
                         pieces, crc = task.result()
                     except PannierError as error:
@@ -186,7 +186,7 @@ class BlockFetcher:
                 task.cancel()
             await asyncio.gather(*running, *ended, return_exceptions=True)
             running.clear()
-            count_seconds()
+            settle_spare()
 
     def _due(self, source: BlockSource, attempt: Attempt) -> float:
         """When the next source is asked, too."""

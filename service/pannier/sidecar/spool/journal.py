@@ -36,6 +36,8 @@ _HEADER: Final = struct.Struct("<8sII")
 _RECORD: Final = struct.Struct("<4sII")
 _MARK: Final = b"\xf7PJ\x1a"
 _NEW: Final = f"{NAME}.new"
+FILES: Final = (NAME, _NEW)
+"""All that a journal may leave in its directory."""
 _RESERVE: Final = 2 << 20
 """Bytes reserved for more records."""
 # Never blocks on a pipe or follows a link.

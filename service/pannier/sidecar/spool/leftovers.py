@@ -26,7 +26,7 @@ def discard(spool: Path) -> bool:
             spool,
         )
         return False
-    for path in [*spool.glob("*.data"), *spool.glob(f"{journal.NAME}*")]:
+    for path in [*spool.glob("*.data"), *(spool / name for name in journal.FILES)]:
         path.unlink(missing_ok=True)
     with suppress(OSError):  # others' files, or a mount point
         spool.rmdir()
