@@ -4,10 +4,8 @@ import os
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
+from frameworks.cpu_accelerator import cpu_accelerator
 from frameworks.progress import documented, resumed, stepped, tensors_of
 from pannier import client
 
@@ -26,11 +24,7 @@ class Progress:
         self.step = state["step"]
 
 
-PartialState(cpu=True)
-# Accelerate shards on accelerators only, which it infers from this.
-PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+accelerator = cpu_accelerator()
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -4,19 +4,13 @@ import os
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
+from frameworks.cpu_accelerator import cpu_accelerator
 from frameworks.progress import tensors_of
 from pannier import client
 from support.states.bits import differences
 
-PartialState(cpu=True)
-# Accelerate shards on accelerators only, which it infers from this.
-PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+accelerator = cpu_accelerator()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
 optimizer = torch.optim.AdamW(model.parameters())
