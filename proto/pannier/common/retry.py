@@ -32,7 +32,8 @@ class RetryPolicy:
     least_s: Callable[[BaseException], float] = _never
     """Fewest seconds of the pause after this error: what the peer has asked for."""
     end: float = math.inf
-    """``time.monotonic()`` after which no try begins."""
+    """``time.monotonic()`` after which no try begins. Pauses become shorter before it, so that the last try
+    comes within ``first_s`` of it, unless ``least_s`` is longer."""
     stop: Callable[[], bool] = lambda: False
     """Whether to give up after an error."""
     on_retry: Callable[[BaseException], object] = _never
@@ -53,12 +54,17 @@ class RetryPolicy:
     def _options(self) -> dict[str, Any]:
         jitter = tenacity.wait_random_exponential(multiplier=self.first_s, max=self.longest_s)
 
+        def pause(state: tenacity.RetryCallState) -> float:
+            left_s = self.end - time.monotonic()
+            return max(min(jitter(state), left_s / 2), self.least_s(_error(state)), 0)
+
         def stop(state: tenacity.RetryCallState) -> bool:
-            return self.stop() or time.monotonic() + state.upcoming_sleep >= self.end
+            left_s = self.end - time.monotonic()
+            return self.stop() or left_s < max(self.first_s, state.upcoming_sleep)
 
         return {
             "retry": tenacity.retry_if_exception(self.retriable),
-            "wait": lambda state: max(jitter(state), self.least_s(_error(state))),
+            "wait": pause,
             "stop": stop,
             "before_sleep": lambda state: self.on_retry(_error(state)),
             "reraise": True,

@@ -2,9 +2,11 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from pannier.common import retry
 from pannier.common.deadline import Deadline
 from pannier.common.retry import RetryPolicy
 
@@ -71,6 +73,22 @@ def test_no_try_begins_after_the_end() -> None:
     with pytest.raises(OSError, match="busy"):
         asyncio.run(policy.run(flaky.run))
     assert flaky.calls == 1
+
+
+def test_the_last_try_comes_shortly_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: now))
+    for _ in range(200):
+        now = 0.0
+        policy = RetryPolicy(retriable=is_os_error, first_s=0.25, longest_s=20, end=8)
+        with pytest.raises(OSError, match="busy"):
+            policy.call(Flaky(1000), sleep=sleep)
+        assert 7.75 < now < 8
 
 
 def test_a_coroutine_is_tried_again() -> None:
