@@ -157,19 +157,24 @@ def without_figures(text: str) -> str:
 FRAGMENTS = """
 import signal, sys
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pannier import client
 
 root, step, notices = sys.argv[1], 0, ["preempted"]
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters())
-state = {"model": model.state_dict()}
+state = {"training": {"model": model.state_dict()}}
 handle = client.async_save(state, checkpoint_id=f"{root}/step-0")
 handle.result()
 for fragment in sys.argv[2:]:
     step += 1
+    if "all_reduce" in fragment:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     exec(compile(fragment, f"fragment {step}", "exec"))
     client.wait_all()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     print("passed", step, flush=True)
 """
 
@@ -177,11 +182,17 @@ for fragment in sys.argv[2:]:
 def test_every_fragment(tmp_path: Path, embedded: Path) -> None:
     """Those of the training loop, in one process after another."""
     pages = [REPOSITORY / "README.md", REPOSITORY / "docs/guide.md"]
-    fragments = [each for page in pages for each in blocks(page, "python") if "import " not in each]
+    root = tmp_path / "root"
+    fragments = [
+        put(each, root)
+        for page in pages
+        for each in blocks(page, "python")
+        if "import " not in each
+    ]
     assert len(fragments) >= 8
     process = Process(
         "fragments",
-        [sys.executable, "-W", "ignore", "-c", FRAGMENTS, str(tmp_path / "root"), *fragments],
+        [sys.executable, "-W", "ignore", "-c", FRAGMENTS, str(root), *fragments],
         environment=clean_environment(
             {name: os.environ[name] for name in ("PANNIER_RUNTIME_DIR", "PANNIER_SPOOL")}
         ),

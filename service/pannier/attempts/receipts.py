@@ -4,9 +4,9 @@ In: a checkpoint's store and an attempt. Out: its receipts, and ranks whose file
 """
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
-from pannier.storage import NotFoundError, Store
+from pannier.storage import NotFoundError, StorageError, Store
 from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
@@ -43,6 +43,33 @@ async def find_lost(
     lost = await for_each(is_lost, unlisted)
     ranks = (rank for (rank, _, _), missing in zip(unlisted, lost, strict=True) if missing)
     return list(dict.fromkeys(ranks))
+
+
+async def check_shared_directory(
+    store: Store, attempt: str, hosts: Mapping[int, str], *, here: str
+) -> None:
+    """Checks that the ranks' hosts have written to the directory that this host, ``here``, sees.
+
+    Args:
+        hosts: by rank, of ranks whose receipts were written.
+
+    Raises StorageError, with the hosts, when the directory lacks the receipt of each one's lowest rank.
+    """
+    if not store.host_local:
+        return
+    lowest: dict[str, int] = {}
+    for rank in sorted(hosts):
+        lowest.setdefault(hosts[rank], rank)
+
+    async def is_elsewhere(rank: int) -> bool:
+        return await store.stat(object_names.receipt(attempt, rank)) is None
+
+    elsewhere = await for_each(is_elsewhere, lowest.values())
+    if names := [host for host, missing in zip(lowest, elsewhere, strict=True) if missing]:
+        raise StorageError(
+            f"{store.url} isn't one directory for all hosts: what {', '.join(names[:5])} wrote there isn't "
+            f"seen on {here}; save to a bucket or to a file system that all hosts share"
+        )
 
 
 async def find_receipts(

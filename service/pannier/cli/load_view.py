@@ -37,9 +37,10 @@ def loads_table(loads: Iterable[load_status_pb2.LoadStatus]) -> Table:
         Column("load of", fit=Fit.PATH),
         Column("state"),
         Column("read", right=True),
-        Column("took", drop=3, right=True),
-        Column("from", drop=2, fit=Fit.TEXT),
-        Column("began", drop=1),
+        Column("took", drop=4, right=True),
+        Column("from", drop=3, fit=Fit.TEXT),
+        Column("waits for", drop=1, fit=Fit.TEXT),
+        Column("began", drop=2),
         Column("load"),
     )
     for load in loads:
@@ -49,6 +50,7 @@ def loads_table(loads: Iterable[load_status_pb2.LoadStatus]) -> Table:
             output.size(load.bytes_read),
             f"{load.seconds:.1f} s",
             sources_text(load.sources),
+            load.waiting_on.text,
             output.ago(load.created_at),
             load.id,
         )

@@ -40,10 +40,11 @@ def saves_table(saves: Iterable[save_pb2.SaveStatus]) -> Table:
         Column("checkpoint", fit=Fit.PATH),
         Column("state"),
         Column("durable"),
-        Column("replicated", drop=3),
+        Column("replicated", drop=4),
         Column("bytes", right=True),
-        Column("began", drop=1),
-        Column("save", drop=2),
+        Column("waits for", drop=1, fit=Fit.TEXT),
+        Column("began", drop=2),
+        Column("save", drop=3),
     )
     for save in saves:
         made.add_row(
@@ -52,6 +53,7 @@ def saves_table(saves: Iterable[save_pb2.SaveStatus]) -> Table:
             durable_text(save) if save.ranks else "",
             replicated_text(save),
             output.size(save.bytes_total),
+            save.waiting_on.text,
             output.ago(save.created_at),
             save.id,
         )

@@ -196,6 +196,10 @@ def _socket_place(address: str, allow_uid: Collection[int]) -> Iterator[Path]:
         raise ConfigurationError(
             f"another daemon listens on {address}; stop it, or choose another --address"
         ) from error
+    except PermissionError as error:
+        raise ConfigurationError(
+            f"can't listen on {address}: {error}; create {directory} as this user's, or choose another --address"
+        ) from error
     except OSError as error:
         raise ConfigurationError(f"can't listen on {address}: {error}") from error
     try:

@@ -171,6 +171,8 @@ class Store(ABC):
     url: str
     upload_memory: int
     """Most bytes of memory that one running upload takes for its buffers."""
+    host_local: bool = False
+    """Whether the URL may mean another directory on another host."""
 
     @abstractmethod
     async def upload(

@@ -211,6 +211,10 @@ def test_status_is_a_table_of_saves(serve: Serve) -> None:
     assert "3.0 GiB" in lines[0]
     assert "gs://bucket/run/step-100" in lines[0]
     assert "COMMITTED" in lines[1]
+    waits = "ranks [1] (host node-1, last seen 12 s ago)"
+    assert waits not in pannier("status", "--address", serve(Scripted([COMMITTED]))).out
+    wide = pannier("status", "-o", "wide", "--address", serve(Scripted([UPLOADING])))
+    assert waits in wide.out
 
 
 def test_status_says_what_waits_for_storage(serve: Serve) -> None:
@@ -437,7 +441,7 @@ def test_status_lists_loads_and_shows_one(serve: Serve) -> None:
     address = serve(daemon)
     listed = pannier("status", "--address", address)
     assert re.search(
-        r"step-100 +LOADING +3.0 GiB +3.5 s +2.0 GiB own spool, 1.0 GiB node-3", listed.out
+        r"step-100 +LOADING +3.0 GiB +3.5 s +2.0 GiB own spool, 1.0 GiB node-3 +rank 1", listed.out
     )
     answer = pannier("status", "--json", "--address", address).json()
     assert json_format.ParseDict(answer, status_pb2.ListSavesResponse()).loads[0] == LOADING

@@ -127,6 +127,36 @@ def test_plans_and_receipts_of_all_ranks_become_a_checkpoint(sockets: Path, tmp_
     assert decision.metadata_size == (place / ".metadata").stat().st_size
 
 
+def test_a_directory_that_is_another_one_on_another_host_holds_no_checkpoint(
+    sockets: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "root" / "step-1"
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as client:
+            here, other = [await client.attach(f"node-{rank}") for rank in (0, 1)]
+            finals = await plan_both(client, str(place))
+            durable = [
+                report(
+                    context(rank, str(place)),
+                    final.attempt,
+                    DURABLE,
+                    receipt=receipt_of(final, rank),
+                )
+                for rank, final in enumerate(finals)
+            ]
+            await here.send(durable[0])
+            # It has written to its own directory of this name.
+            await other.send_unstored(durable[1])
+            status = await other.await_state(context(0, str(place)).save, ABORTED)
+            (failure,) = status.failures
+            assert failure.kind == save_pb2.FAILURE_KIND_STORAGE
+            assert "isn't one directory for all hosts: what node-1 wrote" in failure.message
+
+    asyncio.run(scenario())
+    assert not (place / ".metadata").exists()
+
+
 def test_second_save_to_one_id_replaces_the_first(sockets: Path, tmp_path: Path) -> None:
     place = tmp_path / "root" / "latest"
 

@@ -16,7 +16,7 @@ from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
 from pannier.attempts.decisions import decide, decider, new_decision
 from pannier.attempts.manifests import exists, publish
 from pannier.attempts.metadata_swap import OccupiedError, RemovedError
-from pannier.attempts.receipts import find_lost
+from pannier.attempts.receipts import check_shared_directory, find_lost
 from pannier.common import timeouts
 from pannier.common.retry import RetryPolicy
 from pannier.coordinator.background.retention import Retention
@@ -97,6 +97,9 @@ class AttemptEnd:
         attempt = save.attempt
         save.wait_for_storage()
         receipts = save.participants.receipts
+        await check_shared_directory(
+            store, attempt.name, save.participants.hosts, here=self._services.host
+        )
         manifest = save.manifest
         if manifest is None:
             manifest = await self._publish_external(store)

@@ -61,6 +61,7 @@ class LocalStore(Store):
     """A directory, created with its first object."""
 
     upload_memory = BUFFER
+    host_local = True
 
     def __init__(self, location: Location, threads: UploadThreads, *, deadline_s: float) -> None:
         self._root = Path(location.path)
