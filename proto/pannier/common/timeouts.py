@@ -234,6 +234,8 @@ SIDECARS_CACHED_S: Final = 0.1 * SCALE
 change."""
 RECEIPTS_S: Final = 10.0 * SCALE
 """For storage to list receipts, or to show decisions."""
+RECEIPT_S: Final = 0.05 * SCALE
+"""On top, for each receipt that may have to be read."""
 STEP_AGAIN_S: Final = 0.2 * SCALE
 """First pause between tries of a step that storage must answer."""
 STEP_LONGEST_AGAIN_S: Final = 5.0 * SCALE

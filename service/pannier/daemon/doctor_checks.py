@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pannier.common import timeouts
+from pannier.common.deadline import within
 from pannier.storage import (
     DeniedError,
     NotFoundError,
@@ -92,7 +93,7 @@ async def check_target(
         _check_root(root, allow)
         store = open_store(root, storage_options=storage_options, deadline_s=timeout_s)
         try:
-            await asyncio.wait_for(store.probe(), timeout_s)
+            await within(timeout_s, store.probe())
         finally:
             await store.close()
     except asyncio.TimeoutError:

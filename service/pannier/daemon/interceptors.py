@@ -165,6 +165,9 @@ class ErrorInterceptor(WrappingInterceptor):
         """Aborts the call when it raises."""
         try:
             yield
+        except grpc.aio.AbortError:
+            # The handler has ended the call itself.
+            raise
         except Exception as error:  # noqa: BLE001 - top of the call: becomes its status
             await abort_call(context, error, method)
 

@@ -1,10 +1,13 @@
 """SIGTERM and SIGINT as requests that a daemon's event loop waits for."""
 
 import asyncio
+import math
 import signal
 import threading
 from types import TracebackType
 from typing import Final
+
+from pannier.common.deadline import within
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -44,7 +47,7 @@ class StopSignals:
             self._requests.get_nowait()
             return True
         try:
-            await asyncio.wait_for(self._requests.get(), timeout_s)
+            await within(math.inf if timeout_s is None else timeout_s, self._requests.get())
         except asyncio.TimeoutError:
             return False
         return True

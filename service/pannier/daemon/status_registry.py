@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from pannier.common.deadline import within
 from pannier.v1 import save_pb2
 from pannier.wire.errors import PannierError
 from pannier.wire.object_names import save_text
@@ -158,7 +159,7 @@ class Watch:
     async def wait(self, timeout_s: float) -> bool:
         """Waits for the next notification; False when none came in time."""
         try:
-            await asyncio.wait_for(self._notified.wait(), timeout_s)
+            await within(timeout_s, self._notified.wait())
         except asyncio.TimeoutError:
             return False
         self._notified.clear()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pannier.attempts.listing import Checkpoint, CheckpointState, list_checkpoints
+from pannier.common.deadline import within
 from pannier.common.units import size_text
 from pannier.daemon.doctor_checks import Check, ok, warning
 from pannier.storage import Store, open_store
@@ -43,7 +44,7 @@ async def check_restore(
     try:
         store = open_store(root, storage_options=storage_options, deadline_s=timeout_s)
         try:
-            return await asyncio.wait_for(_check(store, root, holders), timeout_s)
+            return await within(timeout_s, _check(store, root, holders))
         finally:
             await store.close()
     except asyncio.TimeoutError:

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 import grpc
 
 from pannier.common import observer_clock, timeouts
+from pannier.common.deadline import within
 from pannier.sidecar.coordinator_client import CoordinatorClient
 from pannier.sidecar.liveness import TrainerLiveness
 from pannier.sidecar.replicas.exchange import Replicas
@@ -143,7 +144,7 @@ class CoordinatorStream:
         if self._client.detached_s and not self._changed:
             return True
         try:
-            await asyncio.wait_for(self._left.wait(), timeout_s)
+            await within(timeout_s, self._left.wait())
         except asyncio.TimeoutError:
             return False
         return True
@@ -218,8 +219,8 @@ class CoordinatorStream:
         while True:
             busy = bool(self._changed) or bool(self._saves.undecided())
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(
-                    self._urgent.wait(), timeouts.PROGRESS_S if busy else timeouts.HEARTBEAT_S
+                await within(
+                    timeouts.PROGRESS_S if busy else timeouts.HEARTBEAT_S, self._urgent.wait()
                 )
             self._urgent.clear()
             ranks, self._changed = list(self._changed.values()), {}

@@ -15,6 +15,7 @@ from typing import Final
 import grpc
 
 from pannier.common import timeouts
+from pannier.common.deadline import within
 from pannier.daemon import doctor_checks
 from pannier.daemon.health_server import serve_health
 from pannier.daemon.interceptors import STATUS_LIMITS, AdmissionInterceptor, ErrorInterceptor
@@ -153,7 +154,7 @@ class Sidecar:
     async def _leave_undecided(self) -> None:
         """Leaves saves whose outcome no coordinator has reported; all of them here is in storage."""
         try:
-            await asyncio.wait_for(self._uploads.read_outcomes(), timeouts.RECEIPTS_S)
+            await within(timeouts.RECEIPTS_S, self._uploads.read_outcomes())
         except asyncio.TimeoutError:
             _log.warning("storage doesn't show how saves have ended")
         for save in self.saves.undecided():

@@ -83,4 +83,7 @@ class SharedConnection(Generic[T]):
         entry.users.discard(self)
         if not entry.users:
             del shared[self._key]
-            await self._close(await entry.opening)
+            entry.opening.cancel()
+            await asyncio.wait({entry.opening})
+            if not entry.opening.cancelled() and entry.opening.exception() is None:
+                await self._close(entry.opening.result())

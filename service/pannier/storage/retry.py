@@ -11,7 +11,6 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from pannier.common import timeouts
@@ -174,12 +173,17 @@ async def clean_up(request: Coroutine[Any, Any, object], what: str) -> None:
     """Removes what a failed upload left, also while its task is being cancelled.
 
     Runs ``request`` for at most :data:`CLEAN_UP_S`. A StorageError is logged, not raised: it must not
-    hide the error that made the upload fail.
+    hide the error that made the upload fail. A cancellation ends it, and is raised.
     """
     with unlimited():
         task = asyncio.ensure_future(request)
-    with suppress(asyncio.CancelledError):
+    try:
         await asyncio.wait({task}, timeout=timeouts.UPLOAD_CLEAN_UP_S)
+    finally:
+        await _end_clean_up(task, what)
+
+
+async def _end_clean_up(task: "asyncio.Future[object]", what: str) -> None:
     if not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=1)

@@ -374,15 +374,28 @@ def test_a_possible_loss_is_dropped_with_a_receipt_and_fails_without_one() -> No
     play(scenario)
 
 
-def test_receipts_that_no_sidecar_reported_count_at_the_deadline() -> None:
+@pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.parametrize("given_up", ["late", "lost"])
+def test_receipts_that_no_sidecar_reported_count_at_the_end(given_up: str, readable: bool) -> None:
+    """Storage that doesn't answer then shows nothing: the save ends by what it holds later."""
+
     async def scenario(scene: Scene) -> None:
         save = await scene.planned()
         assert save.manifest is not None
         for rank in save.ranks:
             data = receipt_of(save.manifest.final_plan(rank), rank).SerializeToString()
             await scene.plain.create(object_names.receipt(attempt_of(save), rank), data)
-        save.deadlines.shorten(save.deadlines.start)
-        save.notify()
+        scene.store.unreadable = not readable
+        if given_up == "late":
+            save.deadlines.shorten(save.deadlines.start)
+            save.notify()
+        else:
+            save.report_possible_loss(_lost(0))
+        if not readable:
+            await scene.reach(save, lambda: len(scene.store.asked) > 2)
+            assert "503" in save.storage_wait
+            assert not save.failing
+            scene.store.unreadable = False
         await scene.reach(save, lambda: save.ended)
         assert save.state is State.COMMITTED
 

@@ -256,6 +256,24 @@ def test_who_waits_for_room_gets_it_once_a_block_may_go(
     asyncio.run(main())
 
 
+def test_who_waits_for_room_when_its_stream_ends_takes_none() -> None:
+    async def main() -> None:
+        async with reading(1) as reader:
+            first = reader.request(1, readers=1)
+            await hold(first)
+            second = reader.request(2)
+            await until(reader.cache._room.locked)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            # A stream that ends releases all its blocks at once: the room of one is free when the other isn't wanted.
+            first.release()
+            second.release()
+            await until(lambda: len(reader.cache._free) == reader.cache.slots)
+            await reader.read(3)
+
+    asyncio.run(main())
+
+
 def test_a_reader_that_does_not_come_is_waited_for_once_and_not_for_each_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,6 +16,7 @@ from pannier.daemon.listeners import server_options
 from pannier.sidecar.restore.block_cache import BlockCache, BlockKey, Fetched, WantedBlock
 from pannier.sidecar.rpc.peer_servicer import PeerServicer
 from pannier.sidecar.rpc.send_turns import SendTurns
+from pannier.storage import NotFoundError
 from pannier.v1 import restore_pb2, restore_pb2_grpc
 from pannier.wire.chunk_codec import BLOCK_BYTES
 from support.processes.stretch import BOUND_S, until
@@ -143,6 +144,23 @@ def test_calls_beyond_the_turns_wait_and_a_call_that_ends_gives_its_turn(
             await until(lambda: not host.blocks.reading)
 
     asyncio.run(main())
+
+
+def test_a_file_that_is_not_in_the_spool_any_more_is_no_error_of_this_host(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        async with serving() as host:
+            host.blocks.read_spool = gone
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await received(host.read("spool", spool_only=True))
+            assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+    def gone(request: restore_pb2.ReadBlockRequest) -> None:
+        raise NotFoundError(f"{request.file} is gone")
+
+    asyncio.run(main())
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
 def test_a_host_that_does_not_receive_leaves_turns_to_the_others() -> None:

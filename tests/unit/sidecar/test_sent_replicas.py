@@ -1,5 +1,6 @@
 """Replicas between two sidecars over gRPC, with scripted coordinators: what is sent, what isn't, and who uploads."""
 
+import asyncio
 import logging
 import os
 from collections.abc import Iterator
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pannier.common import timeouts
-from pannier.v1 import save_pb2, sidecar_pb2
+from pannier.sidecar.replicas.replica_stream import ReplicaStream
+from pannier.v1 import restore_pb2, save_pb2, sidecar_pb2
 from pannier.wire.file_layout import STAMP_BYTES
 from support.actors.hosts import await_true
 from support.actors.lease_holder import LeaseHolder, hand_over, staged
@@ -96,6 +98,41 @@ def test_the_next_holder_gets_what_the_former_one_was_getting(slow: ReplicaHosts
     slow.await_held(1)
     # It went on where it was.
     assert slow.origin.sidecar.replicas.sent <= len(data) + MIB
+
+
+def test_what_has_waited_for_a_former_holder_is_sent_to_the_next(slow: ReplicaHosts) -> None:
+    slow.assign()
+    _, first = slow.ingest(os.urandom(2 * MIB))
+    await_true(lambda: slow.holder.sidecar.replicas.size > 0, "it arrives")
+    _, second = slow.ingest(bytes(1000), number=2)
+    slow.origin.coordinator.await_phase(second, INGESTED)
+    slow.assign("")
+    await_true(lambda: not open_calls(slow), "the stream has ended")
+    rank = slow.origin.sidecar.saves.find(first)
+    assert rank is not None
+    slow.decide(first, COMMITTED)
+    await_true(lambda: rank.save.outcome is not None, "the first save has ended")
+    slow.assign()
+    slow.await_held(1)
+    assert slow.held[0].context.save == second.save
+
+
+def test_a_rank_that_was_sent_to_a_former_holder_just_before_goes_to_the_next(
+    hosts: ReplicaHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts.start()
+    peers: list[str] = []
+
+    async def run(stream: ReplicaStream, stub: object) -> None:
+        sender = hosts.origin.sidecar.replicas.sender
+        peers.append(sender._holder.host)
+        following = restore_pb2.FetchHost(host="node-2", peer_address="127.0.0.1:1")
+        asyncio.get_running_loop().call_soon(sender.set_holder, following)
+
+    monkeypatch.setattr(ReplicaStream, "run", run)
+    hosts.assign()
+    hosts.ingest(bytes(1000))
+    await_true(lambda: peers == ["node-1", "node-2"], "it is sent to both")
 
 
 def open_calls(hosts: ReplicaHosts) -> bool:

@@ -12,8 +12,9 @@ import pytest
 from pannier.common.deadline import within
 from pannier.storage import StorageError
 from pannier.storage.base import DeniedError, end_of, limited, unlimited
+from pannier.storage.connections import SharedConnection
 from pannier.storage.retry import TransientError, clean_up, retry
-from support.processes.stretch import BOUND_S
+from support.processes.stretch import BOUND_S, until
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +130,48 @@ def test_the_callers_end_holds_for_tasks_begun_within_and_not_for_what_tidies_up
             assert tidied.tries
         assert await task == past
         assert end_of(100) > past
+
+    timed(body())
+
+
+def test_what_tidies_up_does_not_swallow_a_cancellation() -> None:
+    async def body() -> None:
+        tidied = Flaky(0, seconds=60)
+        task = asyncio.create_task(clean_up(tidied(), "left"))
+        await until(lambda: tidied.tries)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert tidied.cut == 1
+
+    timed(body())
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_connection_that_is_opened_for_no_one_any_more_is_given_up(opened: bool) -> None:
+    async def body() -> None:
+        closed: list[str] = []
+        gate = asyncio.Event()
+
+        async def open() -> str:
+            await gate.wait()
+            if not opened:
+                raise StorageError("no credentials")
+            return "connection"
+
+        async def close(connection: str) -> None:
+            closed.append(connection)
+
+        shared = SharedConnection("key", open, close)
+        asked = asyncio.create_task(shared.get(time.monotonic() + BOUND_S))
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        gate.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await shared.release()
+        assert closed == ["connection"] * opened
 
     timed(body())
 

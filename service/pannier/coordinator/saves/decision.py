@@ -18,6 +18,7 @@ from pannier.attempts.manifests import exists, publish
 from pannier.attempts.metadata_swap import OccupiedError, RemovedError
 from pannier.attempts.receipts import check_shared_directory, find_lost
 from pannier.common import timeouts
+from pannier.common.deadline import within
 from pannier.common.retry import RetryPolicy
 from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.background.superseded import Sweeper
@@ -265,7 +266,7 @@ class AttemptEnd:
         if save.written or save.external or save_pb2.FAILURE_KIND_STORAGE in kinds:
             return save.written
         try:
-            await asyncio.wait_for(self._find_manifest(), timeouts.MANIFEST_SHOWN_S)
+            await within(timeouts.MANIFEST_SHOWN_S, self._find_manifest())
         except (PannierError, asyncio.TimeoutError) as error:
             _log.warning("%s: whether it was planned can't be read: %s", save.label, error)
         return save.written

@@ -14,6 +14,7 @@ from pannier.attempts.decisions import read_decision
 from pannier.attempts.manifests import read_manifest
 from pannier.attempts.receipts import find_receipts
 from pannier.common import timeouts
+from pannier.common.deadline import within
 from pannier.common.retry import RetryPolicy
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.planning.columns import RankPlan
@@ -34,6 +35,10 @@ _Answer = TypeVar("_Answer")
 
 _MOST_CLAIMED: Final = 4
 """Plans of earlier saves that are read for one save."""
+
+
+class UnansweredError(Exception):
+    """Storage has not shown what it holds."""
 
 
 class StorageChecks:
@@ -59,26 +64,46 @@ class StorageChecks:
             timeouts.RESUME_LONGEST_CHECK_S if self._sidecars_live else self._pause
         )
 
-    async def check(self, store: Store) -> records_pb2.Decision | None:
-        """Adds receipts that no sidecar has reported; returns the decision, if there is one."""
+    async def check(self, store: Store, *, last: bool) -> records_pb2.Decision | None:
+        """Adds receipts that no sidecar has reported; returns the decision, if there is one.
+
+        Args:
+            last: the save is given up unless its receipts are found: in a directory each is requested by name,
+                as a listing may be stale (NFS).
+
+        Raises UnansweredError after a pause: nothing is known then, and nothing may be given up.
+        """
         save = self._save
         save.begin_storage_check()
         assert save.attempt is not None
+        attempt = save.attempt.name
         missing = [rank for rank, state in save.ranks.items() if state.receipt is None]
-        try:
+        unlisted = last and store.host_local
+        seconds = timeouts.RECEIPTS_S + len(missing) * timeouts.RECEIPT_S
+
+        async def read() -> tuple[records_pb2.Decision | None, list[records_pb2.Receipt]]:
             # The last check comes when the save's own deadline has passed.
             with unlimited():
-                answers = asyncio.gather(
-                    read_decision(store, save.attempt.name, save.context.save),
-                    find_receipts(store, save.attempt.name, missing),
+                return await asyncio.gather(
+                    read_decision(store, attempt, save.context.save),
+                    find_receipts(store, attempt, missing, unlisted=unlisted),
                 )
-            decision, found = await asyncio.wait_for(answers, timeouts.RECEIPTS_S)
-        except (StorageError, IntegrityError, asyncio.TimeoutError) as error:
-            _log.warning("%s: receipts in storage can't be read: %s", save.label, error)
+
+        try:
+            decision, found = await within(seconds, read())
+        except IntegrityError as error:
+            _log.warning("%s: its decision is damaged: %s", save.label, error)
             return None
+        except (StorageError, asyncio.TimeoutError) as error:
+            why = error if str(error) else f"no answer for {seconds:.0f} s"
+            _log.warning("%s: receipts in storage can't be read: %s", save.label, why)
+            save.wait_for_storage(why)
+            await asyncio.sleep(timeouts.STEP_AGAIN_S)
+            raise UnansweredError from error
         finally:
             self._last = time.monotonic()
             self._pause = min(2 * self._pause, timeouts.RESUME_LONGEST_CHECK_S)
+        save.storage_answered()
         if found:
             ranks = [receipt.rank for receipt in found]
             _log.info("%s: receipts of ranks %s are in storage", save.label, ranks)

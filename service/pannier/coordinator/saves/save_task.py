@@ -37,6 +37,7 @@ from pannier.coordinator.saves.plan_choice import (
 )
 from pannier.coordinator.saves.resume import (
     StorageChecks,
+    UnansweredError,
     adopt_manifest,
     read_claimed_plans,
     read_with_retries,
@@ -384,13 +385,19 @@ class SaveTask:
             if save.unchecked_plan_ids:
                 await self._check_claims()
                 continue
-            decision = await checks.check(store)
-            save.storage_answered()
+            lost = dict(save.outcome.possible_losses)
+            late = time.monotonic() >= save.deadline
+            try:
+                decision = await checks.check(store, last=bool(lost) or late)
+            except UnansweredError:
+                continue
             if decision is not None or complete():
                 return decision
-            if save.outcome.possible_losses:
-                raise loss_error(save.outcome.possible_losses.values())
-            if time.monotonic() >= save.deadline:
+            if lost := {
+                rank: why for rank, why in lost.items() if rank in save.outcome.possible_losses
+            }:
+                raise loss_error(lost.values())
+            if late:
                 raise self._missed("its part was not durable in time", save.deadline)
 
     def _check_receipt(self, receipt: records_pb2.Receipt) -> None:

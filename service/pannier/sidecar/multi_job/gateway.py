@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pannier.common import timeouts
+from pannier.common.deadline import within
 from pannier.daemon import doctor_checks
 from pannier.daemon.health_server import serve_health
 from pannier.daemon.http_server import Request, Response, serve_http
@@ -319,9 +320,8 @@ async def _follow(
                 answer = serving if known else health_pb2.HealthCheckResponse.NOT_SERVING
                 await checks.set(name, answer)
         if not known and not jobs.draining:
-            with_timeout = asyncio.wait_for(loop.sock_recv(reports, _REPORT_BYTES), 0.1)
             try:
-                report = await with_timeout
+                report = await within(0.1, loop.sock_recv(reports, _REPORT_BYTES))
             except asyncio.TimeoutError:
                 continue
         else:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from pannier.common import timeouts
+from pannier.common.deadline import within
 from pannier.common.units import size_text
 from pannier.daemon.status_registry import TERMINAL
 from pannier.sidecar.replicas.held_replica import Cancel, HeldReplica
@@ -202,7 +203,7 @@ class HeldReplicas:
         returns whether there was anything."""
         replicas = [each for each in self._undecided() if each.complete]
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._read_outcomes(replicas), timeouts.RECEIPTS_S)
+            await within(timeouts.RECEIPTS_S, self._read_outcomes(replicas))
         for each in replicas:
             if each.outcome is None and self._replicas.get(each.key) is each:
                 self._take_over(each)

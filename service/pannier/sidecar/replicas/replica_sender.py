@@ -83,6 +83,7 @@ class ReplicaSender:
         self._holder, self._problem, self._refused = holder, "", ""
         self._cancel_current()
         self._done.clear()
+        self._waiting.clear()
         for save in self._saves.undecided():
             self._add(save)
 
@@ -143,20 +144,21 @@ class ReplicaSender:
             # The newest save, and of that the rank that came first.
             rank = max(self._waiting, key=lambda each: each.save.start)
             del self._waiting[rank]
-            task = asyncio.get_running_loop().create_task(self._send(rank, self._holder))
+            holder = self._holder
+            task = asyncio.get_running_loop().create_task(self._send(rank, holder))
             self._current = rank, task
             try:
                 await asyncio.wait({task})
             finally:
                 task.cancel()
                 self._current = None
-            if not task.cancelled():
-                if rank.save.outcome is None:
-                    self._done.add(rank)
-                if (error := task.exception()) is not None:
-                    _log.error("%s: its replica", rank.label, exc_info=error)
-            elif rank.save.outcome is None and rank.phase is not Phase.FAILED:
-                # The holder has changed.
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _log.error("%s: its replica", rank.label, exc_info=error)
+            if rank.save.outcome is not None:
+                continue
+            if holder is self._holder and not task.cancelled():
+                self._done.add(rank)
+            elif rank.phase is not Phase.FAILED:
                 self._add(rank.save)
 
     async def _send(self, rank: RankSave, holder: restore_pb2.FetchHost) -> None:
@@ -169,7 +171,8 @@ class ReplicaSender:
                 await self._try(rank, holder)
                 return
             except BusyError as error:
-                self._refused = rank.save.key
+                if holder is self._holder:
+                    self._refused = rank.save.key
                 problem = f"{holder.host} has no room: {error}"
                 self._log(rank, f"save {rank.save.key} has no replicas: {problem}", problem)
                 return

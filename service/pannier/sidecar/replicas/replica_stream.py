@@ -16,6 +16,7 @@ import crc32c
 import grpc
 
 from pannier.common import timeouts
+from pannier.common.deadline import within
 from pannier.sidecar.save_state import RankSave
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.sidecar.spool.mapped_files import close_all, open_for_reading
@@ -161,7 +162,7 @@ class ReplicaStream:
 
     async def _within(self, work: Any) -> Any:
         try:
-            return await asyncio.wait_for(work, timeouts.REPLICA_STALL_S)
+            return await within(timeouts.REPLICA_STALL_S, work)
         except asyncio.TimeoutError:
             raise self._stalled() from None
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from pannier.common import timeouts
+from pannier.common.deadline import within
 from pannier.sidecar.restore.block_memory import BlockMemory
 from pannier.storage.io_threads import Threads
 from pannier.wire.chunk_codec import BLOCK_BYTES
@@ -336,7 +337,7 @@ class BlockCache:
                     )
                 self._freed.clear()
                 try:
-                    await asyncio.wait_for(self._freed.wait(), min(due, end) - now)
+                    await within(min(due, end) - now, self._freed.wait())
                 except asyncio.TimeoutError:
                     continue
             return self._free.pop()

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Final
 
 from pannier.common import timeouts
+from pannier.common.deadline import within
 from pannier.daemon.status_registry import TERMINAL
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.liveness import Key, TrainerLiveness
@@ -105,7 +106,7 @@ class _Connection:
                 await self._notified.wait()
                 continue
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._notified.wait(), timeouts.PROGRESS_S)
+                await within(timeouts.PROGRESS_S, self._notified.wait())
                 continue
             break
         if self._closed:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from pannier.common import timeouts
+from pannier.common.deadline import within
 from pannier.sidecar.restore.block_cache import BlockRequest, Held
 from pannier.sidecar.restore.block_memory import BlockMemory
 from pannier.sidecar.restore.host_blocks import HostBlocks, LoadFiles
@@ -68,7 +69,7 @@ class FetchStream:
                     return
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), timeouts.BLOCK_ALIVE_S)
+                await within(timeouts.BLOCK_ALIVE_S, self._changed.wait())
             except asyncio.TimeoutError:
                 if self._tasks:
                     yield restore_pb2.FetchResponse()

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from pannier.common import timeouts
+from pannier.common.deadline import within
 from pannier.sidecar.coordinator_client import CoordinatorClient
 from pannier.sidecar.ingest import Ingest
 from pannier.sidecar.rpc.connections import Connections
@@ -229,12 +230,16 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             raise InvalidRequestError("a Write stream begins with the file's header")
         rank = self._enter(header.context)
         file = await self._complete(self._ingest.open(header, rank))
-        patient = True
+        has_turn = False
+
+        async def take_turn() -> None:
+            nonlocal has_turn
+            await self._streams.acquire()
+            has_turn = True
+
         try:
-            await asyncio.wait_for(self._streams.acquire(), timeouts.WRITE_TURN_S)
-        except asyncio.TimeoutError:
-            patient = False
-        try:
+            with suppress(asyncio.TimeoutError):
+                await within(timeouts.WRITE_TURN_S, take_turn())
             # A later stream of the same file replaces this one.
             held = await file.begin(stream, stream.cancel)
             await stream.acknowledge(held)
@@ -246,7 +251,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             raise
         finally:
             file.end(stream)
-            if patient:
+            if has_turn:
                 self._streams.release()
 
     async def Reserve(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from pannier.common import timeouts
+from pannier.common.deadline import within
 from pannier.daemon.listeners import MAX_CONNECTIONS
 from pannier.sidecar.spool.mapped_files import TOKEN_BYTES, MappedFiles
 from pannier.wire.auth_token import DIGEST_BYTES
@@ -139,7 +140,7 @@ class _DescriptorServer:
                 await self._loop.sock_sendall(connection, b"\0")
             for start in range(0, len(descriptors), PER_MESSAGE):
                 batch = descriptors[start : start + PER_MESSAGE]
-                await asyncio.wait_for(self._send(connection, batch), timeouts.DESCRIPTORS_SEND_S)
+                await within(timeouts.DESCRIPTORS_SEND_S, self._send(connection, batch))
         finally:
             for fd in descriptors:
                 os.close(fd)

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from pannier.common import timeouts
+from pannier.common.deadline import within
 from pannier.sidecar.save_state import RankSave
 from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.storage.io_threads import reservation_threads
@@ -293,7 +294,7 @@ class MappedFiles:
         deadline = time.monotonic() + timeouts.FILE_RELEASE_S
         while self._is_ending(name) and (left := deadline - time.monotonic()) > 0:
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._returned.wait(), left)
+                await within(left, self._returned.wait())
         lease, file = self._by_name.get(name, (None, None))
         if lease is None or file is None or lease.owner != owner:
             raise InvalidRequestError(

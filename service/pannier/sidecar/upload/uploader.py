@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pannier.attempts.decisions import read_decision
 from pannier.common import fault_points, timeouts
+from pannier.common.deadline import within
 from pannier.daemon.logging import bind
 from pannier.sidecar.restore.local_copies import LocalCopies, LocalFile
 from pannier.sidecar.save_registry import SaveRegistry
@@ -189,7 +190,7 @@ class Uploader:
         if rank.phase is Phase.HANDED_OVER:
             event = self._unconfirmed.setdefault(rank, asyncio.Event())
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(event.wait(), timeouts.CONFIRM_S)
+                await within(timeouts.CONFIRM_S, event.wait())
 
     async def _write_receipt(self, rank: RankSave) -> None:
         """Waits for the files, writes the receipt: then the rank is durable."""
