@@ -1,9 +1,12 @@
 """Saves while storage misbehaves: what is in doubt stays in doubt until storage answers."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import crc32c
 import pytest
@@ -13,7 +16,7 @@ from pannier.attempts.manifests import publish
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.custom_planners import Planners
-from pannier.coordinator.planning.global_plan import make_global_plan
+from pannier.coordinator.planning.global_plan import GlobalPlan, make_global_plan
 from pannier.coordinator.saves.registry import ENDED_KEPT, Registry
 from pannier.coordinator.saves.save_task import SaveTasks
 from pannier.coordinator.saves.save_view import status
@@ -318,6 +321,45 @@ def test_manifest_of_another_coordinator_is_used_if_it_is_of_our_plans(same: boo
             assert "was planned before" in save.outcome.failures[1].message
 
     play(scenario)
+
+
+def test_a_planner_that_hangs_ends_its_save_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, make = threading.Event(), Planners.make
+
+    def hang(self: Planners, plans: Sequence[RankPlan], *more: Any) -> GlobalPlan:
+        if plans[0].plan.options.custom_global_plan:
+            gate.wait()
+        return make(self, plans, *more)
+
+    monkeypatch.setattr(Planners, "make", hang)
+
+    async def scenario(scene: Scene) -> None:
+        custom = [local_plan([tensor(name, 4)]) for name in "wb"]
+        for each in custom:
+            each.options.planner, each.options.custom_global_plan = "theirs:Planner", True
+        hanging = scene.registry.enter(scene.context())
+        for plan in rank_plans(*custom):
+            scene.registry.enter(scene.context(plan.rank))
+            hanging.plans.add(plan)
+        hanging.deadlines.plan = time.monotonic() + 0.5
+        hanging.notify()
+        await scene.reach(hanging, lambda: hanging.ended)
+        (failure,) = hanging.outcome.failures.values()
+        assert failure.kind == save_pb2.FAILURE_KIND_DEADLINE
+        assert "the planner theirs:Planner had made no global plan" in failure.message
+        other = scene.registry.enter(scene.context(number=2))
+        for plan in scene.plans:
+            scene.registry.enter(scene.context(plan.rank, number=2))
+            other.plans.add(plan)
+        other.notify()
+        await scene.reach(other, lambda: other.state is not State.PLANNING)
+        await scene.make_durable(other)
+        await scene.reach(other, lambda: other.state is State.COMMITTED)
+
+    try:
+        play(scenario)
+    finally:
+        gate.set()
 
 
 def test_impossible_moves_raise() -> None:

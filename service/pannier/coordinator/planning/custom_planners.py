@@ -4,9 +4,12 @@ In: ``module:Class`` names, and the local plans of a save. Out: its global plan,
 is one of them. Imports torch only if there is one. CPU-bound; any thread.
 """
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.dtypes import torch_for
@@ -14,6 +17,8 @@ from pannier.coordinator.planning.global_plan import GlobalPlan, make_global_pla
 from pannier.coordinator.planning.plan_cache import Share
 from pannier.v1 import plan_pb2
 from pannier.wire.errors import InvalidRequestError
+
+T = TypeVar("T")
 
 
 class Planners:
@@ -56,3 +61,30 @@ class Planners:
         from pannier.coordinator.planning.custom_plan import make_custom_plan
 
         return make_custom_plan(self._classes[options.planner], plans, attempt)
+
+
+async def in_own_thread(make: Callable[[], T]) -> T:
+    """``make()`` in a thread for it alone: when a user's code hangs there, nothing waits for the thread,
+    neither other plans nor the end of the process.
+    """
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[T] = loop.create_future()
+
+    def settle(outcome: Callable[[], None]) -> None:
+        if not made.done():
+            outcome()
+
+    def run() -> None:
+        try:
+            plan = make()
+        except Exception as error:  # noqa: BLE001 - raised by the caller
+            problem = error
+            outcome = lambda: made.set_exception(problem)  # noqa: E731
+        else:
+            outcome = lambda: made.set_result(plan)  # noqa: E731
+        # The loop may have ended.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=run, name="pannier-planner", daemon=True).start()
+    return await made

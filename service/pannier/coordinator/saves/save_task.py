@@ -19,7 +19,7 @@ from pannier.common.deadline import within
 from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.background.superseded import Sweeper
 from pannier.coordinator.commit.manifest import Manifest, agree
-from pannier.coordinator.planning.custom_planners import Planners
+from pannier.coordinator.planning.custom_planners import Planners, in_own_thread
 from pannier.coordinator.planning.plan_cache import AgreedPlan, PlanCache
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.decision import AttemptEnd, Services
@@ -335,9 +335,20 @@ class SaveTask:
     async def _make_plan(self, attempt: str) -> AgreedPlan:
         services, plans = self._services, self._save.plans.plans
         kept = kept_assignments(services.cache, self._save)
-        return await services.in_thread(
-            lambda: agree(plans, services.planners.make(plans, attempt, kept))
-        )
+
+        def make() -> AgreedPlan:
+            return agree(plans, services.planners.make(plans, attempt, kept))
+
+        options, deadlines = plans[0].plan.options, self._save.deadlines
+        if not options.custom_global_plan:
+            return await services.in_thread(make)
+        try:
+            return await within(deadlines.plan - time.monotonic(), in_own_thread(make))
+        except asyncio.TimeoutError as error:
+            raise DeadlineError(
+                f"the planner {options.planner} had made no global plan after "
+                f"{deadlines.plan - deadlines.start:.0f} s; it runs in the coordinator, on {services.host}"
+            ) from error
 
     async def _collect_full_plans(self) -> None:
         """Returns when the ranks whose claims fit no cached plan have handed in their full plans."""
