@@ -3,15 +3,24 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from pannier import client as package
-from pannier.client import Client, SaveAbortedError, StorageError, StorageWriter
+from pannier.client import (
+    Client,
+    InvalidRequestError,
+    SaveAbortedError,
+    StorageError,
+    StorageWriter,
+)
 from pannier.client.config import load_settings
+from pannier.client.integrations.scratch_directory import ScratchDirectory
 from pannier.wire import object_names
 from support.processes.cli import pannier_here as pannier
 from support.processes.daemons import Daemons
@@ -79,6 +88,51 @@ def test_they_are_there_with_the_checkpoint_and_replaced_with_it(
     assert plain(place) == {}
     with pytest.raises(StorageError, match="is no checkpoint"):
         package.read_extra_file(place, "meta.pt")
+
+
+def test_a_load_reads_those_of_the_save_whose_state_it_reads(client: Client, place: str) -> None:
+    first = {"meta.pt": b"first", "rng": b"1"}
+    client.save({"w": torch.zeros(4)}, checkpoint_id=place, extra_files=first)
+
+    class Replacing(DefaultLoadPlanner):
+        def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+            super().set_up_planner(*args, **kwargs)
+            client.save(
+                {"w": torch.ones(4)}, checkpoint_id=place, extra_files={"meta.pt": b"second"}
+            )
+
+    state = {"w": torch.full((4,), 9.0)}
+    read = client.load(state, checkpoint_id=place, planner=Replacing(), extra_files=["meta.pt"])
+    assert torch.equal(state["w"], torch.zeros(4))
+    assert read.extra_files == {"meta.pt": b"first"}
+    again = client.load(state, checkpoint_id=place, extra_files=lambda name: True)
+    assert torch.equal(state["w"], torch.ones(4))
+    assert again.extra_files == {"meta.pt": b"second"}
+    assert again.attempt != read.attempt
+    with pytest.raises(StorageError, match=r"no extra file 'rng'; it has meta\.pt"):
+        client.load(state, checkpoint_id=place, extra_files=["rng"])
+    with pytest.raises(InvalidRequestError, match=r"give a collection of names, as \['rng'\]"):
+        client.load(state, checkpoint_id=place, extra_files="rng")
+
+
+def test_what_a_framework_loads_in_parts_is_of_one_save(tmp_path: Path) -> None:
+    scratch = ScratchDirectory(tmp_path / "local", str(tmp_path / "run"))
+    model, state = Path("step-1/model"), {"w": torch.zeros(4)}
+
+    def save(value: float) -> None:
+        scratch.save(model, {"w": torch.full((4,), value)})
+        scratch.stage("step-1", []).result(BOUND_S)
+
+    save(1.0)
+    scratch.restore("step-1", lambda name: True)
+    assert scratch.load(model, state)
+    assert torch.equal(state["w"], torch.ones(4))
+    save(2.0)
+    with pytest.raises(StorageError, match="was replaced by another save while it was loaded"):
+        scratch.load(model, state)
+    scratch.restore("step-1", lambda name: True)
+    assert scratch.load(model, state)
+    package.close()
 
 
 def test_a_storage_writer_takes_them_too(client: Client, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ the program's own handlers put records of the logger ``pannier``, at the level t
 
 import builtins
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -208,6 +208,7 @@ def load(
     no_dist: bool = False,
     verify: bool = False,
     timeout: float | None = None,
+    extra_files: Collection[str] | Callable[[str], bool] = (),
 ) -> LoadResult:
     """Loads a checkpoint into ``state_dict`` in place, as ``torch.distributed.checkpoint.load``.
 
@@ -234,9 +235,12 @@ def load(
         timeout: seconds to wait for another rank: to call ``load``, to plan, to read ``.metadata``
             for all, to read its part (as long as it reads nothing more). Default: 600. The ranks
             that were waited for are named by number and host. It must be the same on all ranks.
+        extra_files: names of extra files to read with the state, so that they are of the same save also
+            while the checkpoint is being replaced; or a function that says which are wanted. Each
+            rank asks for its own. They are in the result.
 
     Returns:
-        how many files and bytes came from where, on all ranks together.
+        how many files and bytes came from where, on all ranks together; and this rank's extra files.
 
     Raises:
         PannierError: an earlier save failed and its error was not retrieved; on all ranks.
@@ -257,6 +261,7 @@ def load(
         no_dist=no_dist,
         verify=verify,
         timeout=timeout,
+        extra_files=extra_files,
         before=raise_unretrieved,
         sharing=LoadSharing(default_settings),
         reporting=LoadReporter(default_settings).reporting,

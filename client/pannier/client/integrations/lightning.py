@@ -85,12 +85,12 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
         state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
         for index, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{index}"] = get_optimizer_state_dict(self.model, optimizer)
-        client.load(state, checkpoint_id=path)
+        loaded = client.load(state, checkpoint_id=path, extra_files=[_META])
         strict = self.lightning_module.strict_loading
         self.model.load_state_dict(state["state_dict"], strict=strict)
         for index, optimizer in enumerate(self.optimizers):
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{index}"])
-        meta = io.BytesIO(client.read_extra_file(path, _META))
+        meta = io.BytesIO(loaded.extra_files[_META])
         rest: dict[str, Any] = torch.load(meta, weights_only=weights_only)
         return rest
 

@@ -13,7 +13,6 @@ from typing import Any
 from pannier import client
 from pannier.client.handle import SaveHandle
 from pannier.client.integrations import dcp_patch
-from pannier.client.resume.extra_files import read_extra_files
 from pannier.wire.object_names import check_extra_name
 
 
@@ -30,6 +29,8 @@ class ScratchDirectory(dcp_patch.StateTaker):
         self.root = root
         self.unsaved: dict[str, dict[str, Any]] = {}
         """States that DCP was given, by the name of their checkpoint and by their own."""
+        self._restored: dict[str, str] = {}
+        """The attempt whose files were put back, by the name of the checkpoint."""
 
     def start(self) -> None:
         """Takes DCP's calls for the directory from now on."""
@@ -48,11 +49,16 @@ class ScratchDirectory(dcp_patch.StateTaker):
         return True
 
     def load(self, path: Path, state_dict: dict[str, Any]) -> bool:
-        """Loads a state of a checkpoint in place."""
+        """Loads a state of a checkpoint in place. Raises StorageError when that isn't the one that was restored."""
         if len(path.parts) != 2:
             return False
         name, state = path.parts
-        client.load({state: state_dict}, checkpoint_id=posixpath.join(self.root, name))
+        checkpoint_id = posixpath.join(self.root, name)
+        read = client.load({state: state_dict}, checkpoint_id=checkpoint_id).attempt
+        if read != self._restored.setdefault(name, read):
+            raise client.StorageError(
+                f"{checkpoint_id} was replaced by another save while it was loaded: load all of it again"
+            )
         return True
 
     def stage(self, name: str, files: Iterable[Path], **arguments: Any) -> SaveHandle:
@@ -80,12 +86,13 @@ class ScratchDirectory(dcp_patch.StateTaker):
     def restore(self, name: str, wanted: Callable[[str], bool]) -> Path:
         """Puts a checkpoint's extra files back, those that are wanted; returns their directory.
 
-        Raises StorageError and IntegrityError as ``client.read_extra_file`` does, InvalidRequestError for a name
-        that leads elsewhere.
+        All ranks call it. Raises what ``client.load`` raises, and InvalidRequestError for a name that leads elsewhere.
         """
         folder = self.directory / name
         folder.mkdir(parents=True, exist_ok=True)
-        for file, content in read_extra_files(posixpath.join(self.root, name), wanted).items():
+        found = client.load({}, checkpoint_id=posixpath.join(self.root, name), extra_files=wanted)
+        self._restored[name] = found.attempt
+        for file, content in found.extra_files.items():
             # It becomes a path here.
             check_extra_name(file)
             path = folder / file

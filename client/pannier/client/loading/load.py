@@ -6,6 +6,7 @@ In: a state dict to fill. Out: the same, filled in place, with DCP's resharding.
 
 import collections
 import contextlib
+import dataclasses
 import gc
 import os
 import threading
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from pannier.client import torch_compat
 from pannier.client.config import check_timeout
 from pannier.client.loading import filesystem, highest_incarnation
+from pannier.client.loading.extra_files import Wanted, check_wanted, read_of_attempt
 from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import load_line, wait_log
@@ -101,6 +103,7 @@ def load(
     no_dist: bool = False,
     verify: bool = False,
     timeout: float | None = None,
+    extra_files: Wanted = (),
     before: Callable[[], None] = lambda: None,
     sharing: Sharing | None = None,
     reporting: Reporting = lambda _: contextlib.nullcontext(),
@@ -128,6 +131,7 @@ def load(
     def make() -> StorageReader:
         if timeout is not None:
             check_timeout(timeout)
+        check_wanted(extra_files)
         before()
         reader = _reader(checkpoint_id, storage_reader)
         if verify:
@@ -158,8 +162,10 @@ def load(
         try:
             progress.begin(load_progress.RESOLVING)
             progress.describe(load=_share_metadata(ranks, reader, timeout_s, finish))
-            _fill(ranks, state_dict, reader, _wrap_for_xla(planner), progress)
-            result = _finish(ranks, reader, progress, began)
+            read = _fill(ranks, state_dict, reader, _wrap_for_xla(planner), progress, extra_files)
+            result = dataclasses.replace(
+                _finish(ranks, reader, progress, began), attempt=reader.attempt, extra_files=read
+            )
         finally:
             # All ranks are done, or all have failed.
             reader.release()
@@ -249,14 +255,16 @@ def _fill(
     reader: StorageReader,
     planner: LoadPlanner | None,
     progress: LoadProgress,
-) -> None:
-    """Fills the state in the steps of ``dcp.load``, with the same calls of planner and reader.
+    extra_files: Wanted,
+) -> dict[str, bytes]:
+    """Fills the state in the steps of ``dcp.load``, with the same calls of planner and reader; returns the extra files.
 
     torch's own function would have each rank wait in its collectives for the others, without names, for
     its own time, also once one of them has failed.
     """
     planner = DefaultLoadPlanner() if planner is None else planner
     values: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
 
     def plan() -> LoadPlan:
         # Sorted, so that collectives in a state_dict() are called in the same order on all ranks.
@@ -286,6 +294,7 @@ def _fill(
         )
         with ranks.showing_progress(READ, reader.progress_text), waits:
             reader.read_data(planner.finish_plan(central), planner).wait()
+            files.update(read_of_attempt(reader.directory, reader.attempt, extra_files))
 
     central = ranks.plan(plan, plan_globally)
     ranks.together(READ, read, lambda _: None)
@@ -295,6 +304,7 @@ def _fill(
             target.load_state_dict(value)
         else:
             state_dict[key] = value
+    return files
 
 
 def _is_stateful(value: object) -> TypeGuard[Stateful]:

@@ -172,6 +172,11 @@ class StorageReader(storage.StorageReader):
         self._load.progress = progress
         progress.describe(checkpoint_id=self.checkpoint_id)
 
+    @property
+    def attempt(self) -> str:
+        """The attempt that this load reads; empty: Pannier didn't write it, or it isn't known yet."""
+        return self._load.attempt
+
     def progress_text(self) -> str:
         """How far this load is: ``1.2 GiB of 4.0 GiB read``; empty before it reads."""
         return self._load.progress.text()

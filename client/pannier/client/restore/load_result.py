@@ -1,5 +1,6 @@
 """What a load has read, and where from: counted by each rank, and put together for the caller. Pure."""
 
+import builtins
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,10 @@ class LoadResult:
     """Global rank."""
     slowest_host: str = ""
     """Its host; "": one rank loaded alone."""
+    attempt: str = ""
+    """Which save to this id was read; "": Pannier didn't write it."""
+    extra_files: Mapping[str, builtins.bytes] = field(default_factory=dict, repr=False)
+    """Those that this rank has asked for, by name."""
 
     @property
     def total_bytes(self) -> int:
