@@ -186,9 +186,10 @@ class _DirectReads:
 class _Request:
     """What a thread reads: one piece of a run, or neighbours in a block that several runs share."""
 
-    def __init__(self, file: str, block: int, *, is_direct: bool) -> None:
+    def __init__(self, file: str, block: int) -> None:
         self.file = file
-        self.is_direct = is_direct
+        self.is_direct = False
+        """Whether one of its parts fills the caller's memory."""
         self.parts: list[Part] = []
         self.future: Future[None] | None = None
         """None: more parts may come."""
@@ -199,9 +200,13 @@ class _Request:
         offset, memory = self.parts[-1]
         return (
             (run.file, start // PIECE_BYTES) == (self.file, self._block)
-            and run.is_direct == self.is_direct
             and offset + len(memory) <= start
         )
+
+    def add(self, run: _Run, start: int, end: int) -> None:
+        self.is_direct = self.is_direct or run.is_direct
+        self.parts.append((start, run.memory[start - run.offset : end - run.offset]))
+        run.requests.append(self)
 
     def is_done(self) -> bool:
         return self.future is not None and self.future.done()
@@ -222,10 +227,8 @@ class _Requests:
             request = self._open
             if request is None or not request.takes(run, start):
                 self._submit()
-                request = _Request(run.file, start // PIECE_BYTES, is_direct=run.is_direct)
-                self._open = request
-            request.parts.append((start, run.memory[start - run.offset : end - run.offset]))
-            run.requests.append(request)
+                request = self._open = _Request(run.file, start // PIECE_BYTES)
+            request.add(run, start, end)
             if not run.in_blocks:
                 self._submit()
 
