@@ -10,7 +10,8 @@ In: a checkpoint id's store. Out: all objects of its decided attempts are remove
 
 Retention keeps checkpoints that are being read, and so reads the leases again between 1 and 2. A reader
 writes its lease first and then looks for marks, so that one of the two sees the other in any order: the
-reader fails, or the marks are removed.
+reader fails, or the marks are taken back. So they are when 2 fails. A run that finds another run's mark replaces
+it: from then on neither takes it back, since both rely on it.
 
 A process that dies halfway leaves marks; run it again to finish. Async.
 """
@@ -22,6 +23,7 @@ import uuid
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Final
 
 from pannier.attempts.delete_attempt import remove_ended
 from pannier.attempts.leases import Lease, find_leases
@@ -29,11 +31,18 @@ from pannier.attempts.metadata_swap import settle_copies, stat_metadata
 from pannier.common.fault_points import point
 from pannier.common.locations import parse
 from pannier.maintenance.inspect import View, find_needed, view
-from pannier.storage import ConflictError, ObjectInfo, Store
+from pannier.storage import ConflictError, HeldError, NotFoundError, ObjectInfo, StorageError, Store
+from pannier.storage.local.atomic_file import HIDDEN
+from pannier.storage.retry import clean_up, contend
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import PannierError, SaveAbortedError
 from pannier.wire.records import match
+
+_RETENTION: Final = "retention"
+"""Reason in the marks of retention, which may be taken back; those of ``pannier rm`` never are."""
+_RACES: Final = 10
+"""Changes of a mark in a row by other processes."""
 
 
 class InUseError(PannierError):
@@ -50,6 +59,28 @@ class RemovalPlan:
     undecided: list[str]
     """Not removed: a save may be in progress."""
     leases: list[Lease]
+
+    @property
+    def commits(self) -> list[str]:
+        """The committed ones of ``attempts``."""
+        known = self.seen.decisions.known
+        return [name for name in self.attempts if known[name].outcome == records_pb2.OUTCOME_COMMIT]
+
+    @property
+    def pending(self) -> list[str]:
+        """Commits that are decided, but whose ``.metadata`` has yet to be written."""
+        standing = self.seen.standing
+        return [
+            name
+            for name in self.commits
+            if (standing is None or object_names.Attempt.parse(name) > standing)
+            and not self._is_removed(name)
+        ]
+
+    def _is_removed(self, attempt: str) -> bool:
+        """As :func:`pannier.attempts.metadata_swap.is_removed`; what has its manifest has all that it needs."""
+        mark, manifest = object_names.removal_mark(attempt), object_names.manifest(attempt)
+        return bool(self.seen.find(attempt, mark)) or not self.seen.find(attempt, manifest)
 
     @property
     def size(self) -> int:
@@ -77,6 +108,7 @@ async def plan_removal(store: Store) -> RemovalPlan:
 
     Raises:
         SaveAbortedError: there is no checkpoint, or Pannier didn't write it.
+        HeldError: ``.metadata`` can't be removed.
         StorageError: it can't be read.
         IntegrityError: a damaged record makes the attempt of ``.metadata`` unknown.
     """
@@ -88,6 +120,11 @@ async def plan_removal(store: Store) -> RemovalPlan:
         )
     if not seen.attempts:
         raise SaveAbortedError(f"there is no checkpoint at {store.url}, and no records of a save")
+    if seen.metadata is not None and seen.metadata.hold:
+        raise HeldError(
+            f"{store.url}/{object_names.METADATA} is under a hold ({seen.metadata.hold}) and can't be "
+            "removed: release it first"
+        )
     known = seen.decisions.known
     leases = await find_leases(store)
     return RemovalPlan(
@@ -98,49 +135,57 @@ async def plan_removal(store: Store) -> RemovalPlan:
     )
 
 
-async def remove_checkpoint(
-    store: Store,
-    plan: RemovalPlan,
-    *,
-    host: str,
-    reason: str = "pannier rm",
-    spare_at: float | None = None,
-) -> RemovedObjects:
-    """Removes the checkpoint. Without ``spare_at``, its readers fail, also those with a lease.
+async def remove_checkpoint(store: Store, plan: RemovalPlan, *, host: str) -> RemovedObjects:
+    """Removes the checkpoint. Its readers fail, also those with a lease.
 
     Args:
         host: recorded in the marks.
-        reason: recorded in the marks.
-        spare_at: the store's time; with it, nothing is removed while a lease is valid.
+
+    Raises as :func:`remove_metadata` and :func:`remove_files`: run it again.
+    """
+    await remove_metadata(store, plan, host=host)
+    return await remove_files(store, plan)
+
+
+async def remove_metadata(
+    store: Store, plan: RemovalPlan, *, host: str, spare_at: float | None = None
+) -> None:
+    """Steps 1 and 2: afterwards there is no checkpoint, and nothing installs it again.
+
+    Args:
+        host: recorded in the marks.
+        spare_at: of retention: the store's time; while a lease is valid then, nothing is removed.
+
+    Raises, with ``spare_at`` after taking back the marks that it alone wrote, if ``.metadata`` still stands:
+        InUseError: a reader has a lease.
+        SaveAbortedError: a newer save was committed there meanwhile, and isn't removed.
+        StorageError: a step failed.
+    """
+    marks = _Marks(host, "pannier rm" if spare_at is None else _RETENTION)
+    try:
+        for attempt in plan.commits:
+            point("sweep.removal.before")
+            await _write_mark(store, object_names.removal_mark(attempt), marks)
+            point("sweep.removal.after")
+        if spare_at is not None and (readers := _valid(await find_leases(store), spare_at)):
+            raise InUseError(f"it is being read by {name_readers(readers)}")
+        if plan.seen.metadata is not None:
+            await _delete_metadata(store, plan.seen.metadata)
+    except BaseException:
+        if spare_at is not None and plan.seen.metadata is not None:
+            what = f"{store.url}: removal marks could not be taken back"
+            await clean_up(_take_back(store, plan.commits, marks, plan.seen.metadata), what)
+        raise
+
+
+async def remove_files(store: Store, plan: RemovalPlan) -> RemovedObjects:
+    """Steps 3 and 4: removes what is left without ``.metadata``; returns all that is removed by then.
 
     Raises:
-        InUseError: a reader has a lease; nothing was removed, and no mark is left.
-        SaveAbortedError: a newer save was committed there meanwhile, and isn't removed.
         StorageError: a step failed: run it again.
         IntegrityError: ``.metadata`` refers to files of another attempt.
     """
-    seen, removed = plan.seen, RemovedObjects()
-    content = json.dumps({"by": host, "reason": reason, "token": uuid.uuid4().hex}).encode()
-    committed = [
-        attempt
-        for attempt in plan.attempts
-        if seen.decisions.known[attempt].outcome == records_pb2.OUTCOME_COMMIT
-    ]
-    if spare_at is None:
-        for attempt in committed:
-            await _mark(store, attempt, content)
-    else:
-        await _mark_unread(store, committed, content, spare_at)
-    if seen.metadata is not None:
-        point("sweep.metadata.before")
-        await store.delete(object_names.METADATA, generation=seen.metadata.generation)
-        point("sweep.metadata.after")
-        removed.objects.append(seen.metadata)
-        if await store.stat(object_names.METADATA) is not None:
-            raise SaveAbortedError(
-                f"another save was committed to {store.url} meanwhile and is kept; the attempts that "
-                "it superseded are removed later; run the command again to remove it, too"
-            )
+    removed = RemovedObjects([plan.seen.metadata] if plan.seen.metadata is not None else [])
     for lease in plan.leases:
         if lease.attempt in plan.attempts:
             point("sweep.leftover.before")
@@ -181,7 +226,8 @@ async def remove_numbering(parent: Store, attempt: str) -> None:
 async def _discard(store: Store, attempts: Collection[str]) -> None:
     """Removes unfinished uploads, temporary files and locks, except of checkpoints in subdirectories.
 
-    Those of other attempts stay: a save may have begun since the plan. What names no attempt could be theirs, too.
+    Those of other attempts stay: a save may have begun since the plan. What names no attempt could be theirs, too,
+    and beside the data files another program's.
 
     Args:
         attempts: those that were removed.
@@ -190,7 +236,11 @@ async def _discard(store: Store, attempts: Collection[str]) -> None:
     unfinished = [
         item
         for item in await store.list_unfinished()
-        if "/" not in item.key or item.key.startswith(records)
+        if f"{item.key}/".startswith(records)
+        or (
+            "/" not in item.key
+            and (object_names.attempt_of(item.key) or item.key.startswith(HIDDEN))
+        )
     ]
     if not unfinished:
         return
@@ -204,33 +254,83 @@ async def _discard(store: Store, attempts: Collection[str]) -> None:
             await store.discard(item)
 
 
-async def _mark(store: Store, attempt: str, content: bytes) -> None:
-    """Replaces another process's mark, which that process may remove."""
-    key = object_names.removal_mark(attempt)
-    point("sweep.removal.before")
-    try:
-        await store.create(key, content)
-    except ConflictError as error:
-        current = error.current
-        await store.replace(key, content, expected=current.generation if current else None)
-    point("sweep.removal.after")
+class _Marks:
+    """The removal marks of one process."""
+
+    def __init__(self, host: str, reason: str) -> None:
+        self._fields = {"by": host, "reason": reason, "token": uuid.uuid4().hex}
+
+    @property
+    def own(self) -> bytes:
+        """Content of those that it alone wrote."""
+        return json.dumps(self._fields).encode()
+
+    @property
+    def shared(self) -> bytes:
+        """Content of those that replaced another process's, which may rely on them."""
+        return json.dumps({**self._fields, "shared": True}).encode()
 
 
-async def _mark_unread(store: Store, attempts: Collection[str], content: bytes, now: float) -> None:
-    """Marks the attempts, or raises InUseError. Keeps other processes' marks."""
-    own: list[ObjectInfo] = []
-    for attempt in attempts:
-        point("sweep.removal.before")
+async def _write_mark(store: Store, key: str, marks: _Marks) -> None:
+    """Creates a mark, unless there is one that no other process takes back."""
+    async for _ in contend(_RACES):
         try:
-            own.append(await store.create(object_names.removal_mark(attempt), content))
+            await store.create(key, marks.own)
+            return
         except ConflictError as error:
-            if error.current is None:
-                raise
-        point("sweep.removal.after")
-    if readers := _valid(await find_leases(store), now):
-        for mark in own:
-            await store.delete(mark.key, generation=mark.generation)
-        raise InUseError(f"it is being read by {name_readers(readers)}")
+            current = error.current
+        if current is None:
+            continue  # Taken back just now.
+        with suppress(ConflictError, NotFoundError):
+            if _may_be_taken_back(await store.read(key)):
+                # The other process takes back only the generation that it wrote.
+                await store.replace(key, marks.shared, expected=current.generation)
+            return
+    raise StorageError(f"{store.url}/{key} changed {_RACES} times while it was written")
+
+
+def _may_be_taken_back(mark: bytes) -> bool:
+    try:
+        found = json.loads(mark)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.get("reason") == _RETENTION
+
+
+async def _take_back(
+    store: Store, attempts: Collection[str], marks: _Marks, metadata: ObjectInfo
+) -> None:
+    """Removes the marks that only this process has written, unless ``metadata`` is gone."""
+    if not await _stands(store, metadata):
+        return
+    for attempt in attempts:
+        key = object_names.removal_mark(attempt)
+        info = await store.stat(key)
+        with suppress(NotFoundError):
+            if info is not None and await store.read(key) == marks.own:
+                await store.delete(key, generation=info.generation)
+
+
+async def _stands(store: Store, metadata: ObjectInfo) -> bool:
+    """Whether ``.metadata`` is still this one."""
+    info = await store.stat(object_names.METADATA)
+    return info is not None and info.generation == metadata.generation
+
+
+async def _delete_metadata(store: Store, metadata: ObjectInfo) -> None:
+    point("sweep.metadata.before")
+    try:
+        await store.delete(object_names.METADATA, generation=metadata.generation)
+    except StorageError:
+        # Unless only the answer was lost.
+        if await _stands(store, metadata):
+            raise
+    point("sweep.metadata.after")
+    if await store.stat(object_names.METADATA) is not None:
+        raise SaveAbortedError(
+            f"another save was committed to {store.url} meanwhile and is kept; the attempts that "
+            "it superseded are removed later; run the command again to remove it, too"
+        )
 
 
 def _valid(leases: Iterable[Lease], now: float) -> list[Lease]:

@@ -1,6 +1,6 @@
 """Which checkpoints of a job are kept: rules and checkpoints in, the reasons to keep each out. Pure.
 
-The policy is about the checkpoints that its pattern matches. The newest is always kept, so that the job can
+The policy is about the checkpoints that its pattern matches. The newest step is always kept, so that the job can
 resume; so are checkpoints whose name has no step, which a person chose. Without a limiting rule, all are kept.
 """
 
@@ -48,7 +48,7 @@ class Policy:
 
     newest: int | None = None
     """Number of newest steps to keep, in the order of their saves; checkpoints whose names have the same numbers (a
-    model's, its optimizer's) are of one step."""
+    model's, its optimizer's) are of one step, those without numbers of none."""
     every: int | None = None
     """Keeps steps that are multiples of this: :meth:`~pannier.common.locations.Pattern.step`."""
     best: tuple[Best, ...] = ()
@@ -103,10 +103,11 @@ def apply_policy(
     best = {rule: _best(rule, own) for rule in policy.best}
     occasion = _occasion(own, committed) if committed is not None else None
     results = []
-    ages: dict[tuple[int, ...] | str, int] = {}
+    ages: dict[tuple[int, ...], int] = {}
     for checkpoint in reversed(own):
         found = policy.pattern.step(checkpoint.name)
-        age = ages.setdefault(policy.pattern.numbers(checkpoint.name) or checkpoint.name, len(ages))
+        numbers = policy.pattern.numbers(checkpoint.name)
+        age = ages.setdefault(numbers, len(ages)) if numbers else math.inf
         reasons = [f"matches {each}" for each in policy.always if _has_name(checkpoint, each)]
         if age < (policy.newest or 1):
             reasons.append("newest" if age == 0 else f"newest {policy.newest}")

@@ -1,28 +1,30 @@
 """Applies a retention policy to one root: ``pannier retain``, and the coordinator after each commit.
 
 In: how to open stores, the policy, a job. Out: what was removed, what is kept and why. A checkpoint that is
-being read (a valid lease) or written (an undecided attempt) is kept until the next run. The result is
-recorded beside the checkpoints before the first removal, for ``pannier ls`` and for late readers. Async;
-after a crash, the next run removes the rest.
+being read (a valid lease) or written (an attempt that is undecided, or committed but not yet installed) is kept
+until the next run. The result is recorded beside the checkpoints before the first removal, for ``pannier ls`` and
+for late readers. Async; after a crash, a cancellation or an error, the next run removes the rest of a checkpoint
+whose ``.metadata`` is gone.
 """
 
 import json
 import logging
 import posixpath
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from pannier.attempts.leases import store_time
-from pannier.attempts.listing import Checkpoint, list_checkpoints
+from pannier.attempts.listing import Checkpoint, CheckpointState, list_checkpoints
 from pannier.maintenance.delete_checkpoint import (
     InUseError,
     RemovalPlan,
     name_readers,
     plan_removal,
-    remove_checkpoint,
     remove_directory,
+    remove_files,
+    remove_metadata,
     remove_numbering,
 )
 from pannier.maintenance.retention_policy import Policy, apply_policy
@@ -46,7 +48,7 @@ class Outcome:
     reasons: tuple[str, ...]
     """Why it is kept; empty: it was removed, or would be."""
     removed: int = 0
-    """Bytes."""
+    """Bytes; 0 where some could not be removed yet."""
     spared: bool = False
     """No rule keeps it, but it can't be removed now."""
 
@@ -82,13 +84,15 @@ async def retain(
         checkpoints = await list_checkpoints(store, policy.pattern)
         results = apply_policy(policy, checkpoints, job=job, committed=committed)
         now = await store_time(store) if any(not each.reasons for each in results) else 0.0
-        outcomes = []
-        going: list[_Removal] = []
+        going = []
+        if policy.limits:
+            going = await _find_unfinished(open_store, root, checkpoints, job)
+        outcomes = [each.gone() for each in going]
         for result in results:
             if result.reasons:
                 outcomes.append(Outcome(result.checkpoint, result.reasons))
                 continue
-            each = _Removal(open_store, root, now, result.checkpoint)
+            each = _Removal(open_store, root, result.checkpoint, now)
             outcomes.append(await each.check())
             if not outcomes[-1].reasons:
                 going.append(each)
@@ -106,13 +110,13 @@ async def retain(
 
 @dataclass
 class _Removal:
-    """One checkpoint that no rule keeps."""
+    """One checkpoint that no rule keeps, or what an earlier run has left of one."""
 
     open_store: Opener
     root: str
-    now: float
-    """The store's time."""
     checkpoint: Checkpoint
+    now: float = 0.0
+    """The store's time."""
     plan: RemovalPlan | None = None
 
     async def check(self) -> Outcome:
@@ -129,19 +133,43 @@ class _Removal:
             return self._spared("it was overwritten a moment ago")
         if plan.undecided:
             return self._spared("a save to it is in progress")
+        if plan.pending:
+            return self._spared(
+                "a newer save to it is decided, but not finished: `pannier recover` finishes it"
+            )
         if readers := plan.readers(self.now):
             return self._spared(f"it is being read by {name_readers(readers)}")
         self.plan = plan
-        return Outcome(self.checkpoint, (), plan.size)
+        return self.gone()
+
+    async def is_unfinished(self, job: str) -> bool:
+        """Whether a removal of a checkpoint of ``job`` ended between ``.metadata`` and its last record.
+
+        Raises PannierError: it can't be read, or there is nothing of Pannier's by now.
+        """
+        store = self.open_store(self._url)
+        try:
+            plan = await plan_removal(store)
+        finally:
+            await store.close()
+        if plan.seen.metadata is not None or plan.undecided or plan.pending or not plan.commits:
+            return False
+        self.plan = plan
+        return plan.seen.decisions.known[plan.commits[-1]].save.job == job
+
+    def gone(self) -> Outcome:
+        """The outcome of the planned removal."""
+        assert self.plan is not None
+        return Outcome(self.checkpoint, (), self.plan.size)
 
     async def remove(self, host: str) -> Outcome:
         """Removes it, unless a reader has a lease by now."""
         assert self.plan is not None
         store = self.open_store(self._url)
         try:
-            removed = await remove_checkpoint(
-                store, self.plan, host=host, reason="retention", spare_at=self.now
-            )
+            if self.plan.seen.metadata is not None:
+                await remove_metadata(store, self.plan, host=host, spare_at=self.now)
+            removed = await self._remove_files(store, self.plan)
         except InUseError as error:
             return self._spared(str(error))
         except PannierError as error:
@@ -150,7 +178,21 @@ class _Removal:
             await store.close()
         remove_directory(self._url)
         await self._remove_parent()
-        return Outcome(self.checkpoint, (), sum(info.size for info in removed.objects))
+        return Outcome(self.checkpoint, (), removed)
+
+    async def _remove_files(self, store: Store, plan: RemovalPlan) -> int:
+        """Returns the bytes that were removed, 0 where some are left: without ``.metadata`` it is no checkpoint."""
+        try:
+            removed = await remove_files(store, plan)
+        except PannierError as error:
+            _log.warning(
+                "retention: %s is no checkpoint any more, but not all its files are removed; the next run "
+                "continues: %s",
+                store.url,
+                error,
+            )
+            return 0
+        return sum(info.size for info in removed.objects)
 
     async def _remove_parent(self) -> None:
         """Removes the directories between the root and the checkpoint that have nothing else."""
@@ -175,6 +217,24 @@ class _Removal:
 
     def _spared(self, why: str) -> Outcome:
         return Outcome(self.checkpoint, (why,), spared=True)
+
+
+async def _find_unfinished(
+    open_store: Opener, root: str, checkpoints: Iterable[Checkpoint], job: str
+) -> list[_Removal]:
+    """The removals that were interrupted when ``.metadata`` was gone: their data files may be left."""
+    found = []
+    for checkpoint in checkpoints:
+        if checkpoint.state is CheckpointState.UNDECIDED:
+            each = _Removal(open_store, root, checkpoint)
+            try:
+                if await each.is_unfinished(job):
+                    found.append(each)
+            except PannierError as error:
+                _log.info(
+                    "retention: %s/%s is left to the next run: %s", root, checkpoint.name, error
+                )
+    return found
 
 
 async def _record(store: Store, policy: Policy, job: str, outcomes: list[Outcome]) -> None:

@@ -14,6 +14,7 @@ from support.storage.unreliable_store import UnreliableStore
 
 OLD, NEW = (f"i1-inc-g0000000a-s{number}" for number in (1, 2))
 NAMELESS = ".pannier-7-abc"
+FOREIGN = "model.safetensors"
 BELOW = f"deeper/{object_names.data_file(OLD, 0, 0)}"
 
 
@@ -60,9 +61,11 @@ def test_what_names_no_attempt_goes_where_there_is_no_other(tmp_path: Path) -> N
     write_attempt(tmp_path, OLD)
 
     async def main() -> list[str]:
-        store = Uploading(open_store(str(tmp_path)), NAMELESS, f".pannier/{OLD}/{NAMELESS}", BELOW)
+        store = Uploading(
+            open_store(str(tmp_path)), NAMELESS, f".pannier/{OLD}/{NAMELESS}", BELOW, FOREIGN
+        )
         await remove_checkpoint(store, await plan_removal(store), host="here")
         await store.close()
         return [item.key for item in store.uploads]
 
-    assert asyncio.run(main()) == [BELOW]
+    assert asyncio.run(main()) == [BELOW, FOREIGN], "another program's upload is not Pannier's"

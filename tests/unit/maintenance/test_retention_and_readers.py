@@ -1,7 +1,7 @@
 """Retention and readers: whatever their order, one of the two sees the other."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.stores import Stores
 from pannier.maintenance.retention_policy import Policy
 from pannier.maintenance.retention_run import Outcome, read_record, retain
-from pannier.storage import StorageError, Store, open_store
+from pannier.storage import ObjectInfo, StorageError, Store, open_store
 from pannier.wire import object_names
 from pannier.wire.object_names import Attempt
 from support.storage.checkpoints import write, write_attempt
@@ -23,6 +23,8 @@ from support.storage.unreliable_store import UnreliableStore
 
 GROUP = "g0000000a"
 NEWEST = Policy(newest=1)
+
+Step = Callable[[], Awaitable[None]]
 
 
 def attempt(number: int) -> str:
@@ -161,6 +163,96 @@ def test_another_ones_marks_are_not_taken_back(root: Path) -> None:
     outcome = retained(root, at(root, object_names.removal_mark(attempt(1)), lease_it))["step-1"]
     assert outcome.spared
     assert mark.read_bytes() == b'{"by": "elsewhere"}'
+
+
+class Watching(UnreliableStore):
+    """Runs code once before ``.metadata`` is deleted, or before leases are listed after a mark was written."""
+
+    def __init__(
+        self, inner: Store, listing: Step | None = None, deleting: Step | None = None
+    ) -> None:
+        super().__init__(inner)
+        self._listing = listing
+        self._deleting = deleting
+        self._wrote = False
+
+    async def _write(self, key: str, write: Callable[[], Awaitable[ObjectInfo]]) -> ObjectInfo:
+        self._wrote = True
+        return await super()._write(key, write)
+
+    async def list(self, prefix: str = "") -> list[ObjectInfo]:
+        if self._listing and self._wrote and prefix == object_names.leases_prefix():
+            step, self._listing = self._listing, None
+            await step()
+        return await super().list(prefix)
+
+    async def delete(self, key: str, *, generation: str | None = None) -> None:
+        if self._deleting and key == object_names.METADATA:
+            step, self._deleting = self._deleting, None
+            await step()
+        await super().delete(key, generation=generation)
+
+
+async def retain_by(root: Path, **steps: Step) -> Outcome:
+    """Another run's outcome for step-1."""
+
+    def opener(url: str) -> Store:
+        store = open_store(url)
+        return Watching(store, **steps) if url.endswith("step-1") else store
+
+    outcomes = await retain(opener, str(root), NEWEST, job="job", host="here")
+    return next(each for each in outcomes if each.checkpoint.name == "step-1")
+
+
+def test_of_two_runs_none_removes_what_has_no_mark_because_the_other_took_it_back(
+    root: Path,
+) -> None:
+    """The first run gives up for a reader whom the second one, which found the first one's mark, doesn't see."""
+    mark = root / "step-1" / object_names.removal_mark(attempt(1))
+    lease = root / "step-1" / object_names.lease(attempt(1), "abc")
+
+    async def run() -> None:
+        looked, given_up = asyncio.Event(), asyncio.Event()
+        seconds: list[asyncio.Task[Outcome]] = []
+
+        async def second_looks() -> None:
+            async def wait() -> None:
+                looked.set()
+                await given_up.wait()
+                # The reader has written its lease, and looks for a mark now.
+                assert mark.exists()
+                lease.unlink()
+
+            seconds.append(asyncio.create_task(retain_by(root, deleting=wait)))
+            await looked.wait()
+            write(lease, b"{}")
+
+        assert (await retain_by(root, listing=second_looks)).spared
+        given_up.set()
+        assert not (await seconds[0]).reasons
+
+    asyncio.run(run())
+    assert files_below(root / "step-1") == set()
+
+
+def test_a_run_that_replaced_the_mark_of_another_does_not_take_it_back(root: Path) -> None:
+    """The other run has seen no lease, and is about to remove the checkpoint."""
+    mark = root / "step-1" / object_names.removal_mark(attempt(1))
+    lease = root / "step-1" / object_names.lease(attempt(1), "abc")
+
+    async def run() -> None:
+        async def second_gives_up() -> None:
+            async def come() -> None:
+                write(lease, b"{}")
+
+            assert (await retain_by(root, listing=come)).spared
+            assert mark.exists(), "the reader finds it"
+            lease.unlink()
+
+        assert not (await retain_by(root, deleting=second_gives_up)).reasons
+
+    asyncio.run(run())
+    assert files_below(root / "step-1") == set()
 
 
 def test_saves_that_are_committed_in_another_order_stay_both_until_the_next(tmp_path: Path) -> None:

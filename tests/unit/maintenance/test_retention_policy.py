@@ -64,6 +64,18 @@ def test_checkpoints_of_one_step_stay_together() -> None:
     assert kept(Policy(newest=1), *same) == {"7b-step-1-v2": (), "7b-step-2-v2": ("newest",)}
 
 
+def test_a_name_without_a_step_takes_no_place_among_the_newest() -> None:
+    best = checkpoint("best", 30)
+    assert kept(Policy(newest=2), *STEPS[:2], best) == {
+        "step-10": ("newest 2",),
+        "step-20": ("newest",),
+        "best": ("its name has no step",),
+    }
+    assert kept(Policy(every=100), *STEPS[:2], best)["step-20"] == ("newest",)
+    late = kept(Policy(newest=1), *STEPS[:2], best, committed=attempt(20))
+    assert late["best"] == ("newer than the one committed last", "its name has no step")
+
+
 def test_a_newer_incarnation_is_newer_than_any_save_of_an_older_one() -> None:
     restarted = checkpoint("step-1", 1, attempt=Attempt(2, 1, "g0000000a", "inc").name)
     assert kept(Policy(newest=1), *STEPS, restarted)["step-1"] == ("newest",)
