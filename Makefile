@@ -57,7 +57,7 @@ pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k c
 
 # Of these, none has to do with torch's version: they run with the newest alone.
 WITHOUT_TORCH := $(addprefix unit/, test_bench.py test_packaging.py cli/* common/* daemon/* sidecar/* storage/* \
-		$(addprefix attempts/test_, damaged_records.py fuzz_records.py late_commits.py requests_per_save.py) \
+		$(addprefix attempts/test_, damaged_records.py fuzz_records.py late_commits.py listing.py requests_per_save.py) \
 		$(addprefix client/test_, certificates.py host_network.py stream_limit.py) \
 		$(addprefix coordinator/test_, background_*.py earlier_attempts.py coordinator_*.py l*_sidecars.py \
 			model_coordinator.py resume.py) \

@@ -52,11 +52,7 @@ async def prepare_commit(
     if standing != metadata:
         # Other versions of Python or torch pickle the same metadata to other bytes.
         await asyncio.to_thread(_check_same, store, attempt, standing, metadata)
-    newer = await find_newer(store, attempt)
-    if newer is not None:
-        raise SupersededError(f"a newer save, {newer.name}, was committed to {store.url} meanwhile")
-    await check_free(store, save=save, attempt=attempt.name, overwrite=overwrite)
-    await extra_files.check_writable(store, extra)
+    await check_commit(store, save=save, attempt=attempt, overwrite=overwrite, extra=extra)
     return new_decision(
         records_pb2.OUTCOME_COMMIT,
         save=save,
@@ -68,6 +64,22 @@ async def prepare_commit(
         overwrite=overwrite,
         extra_files=extra,
     )
+
+
+async def check_commit(
+    store: Store,
+    *,
+    save: save_pb2.SaveId,
+    attempt: object_names.Attempt,
+    overwrite: "save_pb2.Overwrite",
+    extra: Iterable[records_pb2.ExtraFile],
+) -> None:
+    """Raises what forbids the COMMIT of an attempt, as :func:`prepare_commit` does, which also writes."""
+    newer = await find_newer(store, attempt)
+    if newer is not None:
+        raise SupersededError(f"a newer save, {newer.name}, was committed to {store.url} meanwhile")
+    await check_free(store, save=save, attempt=attempt.name, overwrite=overwrite)
+    await extra_files.check_writable(store, extra)
 
 
 def _metrics(receipts: Iterable[records_pb2.Receipt]) -> dict[str, float]:

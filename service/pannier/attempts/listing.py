@@ -17,7 +17,7 @@ import crc32c
 
 from pannier.attempts.decisions import find_committed, read_decisions
 from pannier.common.locations import CHILDREN, Pattern, has_wildcard, segment_matches
-from pannier.storage import ObjectInfo, Store
+from pannier.storage import NotFoundError, ObjectInfo, Store
 from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
@@ -76,6 +76,9 @@ class _Directory:
     records: dict[str, list[ObjectInfo]] = field(default_factory=lambda: defaultdict(list))
     """By attempt."""
 
+    def all_records(self) -> list[ObjectInfo]:
+        return [info for records in self.records.values() for info in records]
+
 
 async def list_checkpoints(store: Store, pattern: Pattern | None = None) -> list[Checkpoint]:
     """The checkpoints below the root ``store``, oldest first.
@@ -91,7 +94,8 @@ async def list_checkpoints(store: Store, pattern: Pattern | None = None) -> list
     directories = _directories(objects)
     if pattern is not None:
         directories = {name: each for name, each in directories.items() if pattern.matches(name)}
-    found = await for_each(lambda item: _classify(store, *item), directories.items())
+    classified = await for_each(lambda item: _classify(store, *item), directories.items())
+    found = [each for each in classified if each is not None]
     if pattern is not None and not pattern.one_parent:
         began = _began(directories)
         found = [
@@ -163,11 +167,17 @@ def _directories(objects: Iterable[ObjectInfo]) -> dict[str, _Directory]:
     }
 
 
-async def _classify(store: Store, name: str, directory: _Directory) -> Checkpoint:
-    records = [item for items in directory.records.values() for item in items]
+async def _classify(store: Store, name: str, directory: _Directory) -> Checkpoint | None:
+    """None: it was removed since the listing."""
     if directory.metadata is not None:
-        return await _classify_with_metadata(store, name, directory, directory.metadata, records)
-    decisions = (await read_decisions(store, records)).known
+        try:
+            return await _classify_with_metadata(store, name, directory, directory.metadata)
+        except NotFoundError:
+            # The removal of a checkpoint begins with its .metadata.
+            directory = await _without_metadata(store, name, directory)
+            if not directory.records:
+                return None
+    decisions = (await read_decisions(store, directory.all_records())).known
     newest = max(directory.records, key=object_names.Attempt.parse)
     aborted = all(
         attempt in decisions and decisions[attempt].outcome == records_pb2.OUTCOME_ABORT
@@ -182,14 +192,22 @@ async def _classify(store: Store, name: str, directory: _Directory) -> Checkpoin
     )
 
 
+async def _without_metadata(store: Store, name: str, directory: _Directory) -> _Directory:
+    """What is left of a directory whose ``.metadata`` was removed since the listing."""
+    prefix = posixpath.join(name, object_names.attempts_prefix())
+    left = {info.key for info in await store.list(prefix)}
+    found = _Directory(data=directory.data)
+    for attempt, records in directory.records.items():
+        if still := [info for info in records if info.key in left]:
+            found.records[attempt] = still
+    return found
+
+
 async def _classify_with_metadata(
-    store: Store,
-    name: str,
-    directory: _Directory,
-    metadata: ObjectInfo,
-    records: list[ObjectInfo],
+    store: Store, name: str, directory: _Directory, metadata: ObjectInfo
 ) -> Checkpoint:
-    checksum = metadata.crc32c
+    """Raises NotFoundError when ``.metadata`` was removed since the listing."""
+    checksum, records = metadata.crc32c, directory.all_records()
     if checksum is None and records:
         checksum = crc32c.crc32c(await store.read(metadata.key))
     try:

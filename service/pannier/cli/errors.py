@@ -3,9 +3,12 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
+
+if TYPE_CHECKING:
+    from pannier.wire.errors import StorageError
 
 OK = 0
 NEGATIVE = 1
@@ -59,6 +62,30 @@ def end_negative(message: str, hint: str) -> NoReturn:
     """Ends the command with a negative result."""
     complain(message, hint)
     raise click.exceptions.Exit(NEGATIVE)
+
+
+class Failures:
+    """Storage errors of single checkpoints: a command goes on with the others, and ends with exit status 3."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, None] = {}
+
+    def add(self, error: "StorageError") -> None:
+        """Raises it when storage doesn't answer at all: each other checkpoint would wait for it, too."""
+        from pannier.storage.base import UnreachableError
+
+        if isinstance(error, UnreachableError):
+            raise error
+        self._texts[str(error)] = None
+
+    def report(self) -> None:
+        """Writes them to standard error."""
+        for count, text in enumerate(self._texts, 1):
+            last = count == len(self._texts)
+            complain(text, "run the command again when this is solved" if last else "")
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
 
 
 def _classify(error: Exception) -> tuple[int | None, str]:

@@ -1,6 +1,8 @@
 """A client of a daemon's Status service. In: calls. Out: messages or PannierErrors. Blocking."""
 
+import math
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -179,29 +181,26 @@ class StatusClient:
         return self._follow("WatchLoad", request, lambda each: each.load.state != running)
 
     def _follow(self, method: str, request: Any, is_last: Callable[[Any], bool]) -> Iterator[Any]:
-        connected = False
+        # Errors are final before the first response, and WATCH_RECONNECT_S after a stream broke.
+        give_up = 0.0
         while True:
             try:
                 with self._translated():
                     for response in getattr(self._stub, method)(request, metadata=self._metadata):
-                        connected = True
+                        give_up = math.inf
                         yield response
                         if is_last(response):
                             return
                 raise errors.UnavailableError(
                     f"the daemon at {self.address} ended the stream of {request.id}"
                 )
-            except errors.UnavailableError:
-                # Waits for a daemon only if it has responded before.
-                if not connected or not self._ready_again():
+            except (errors.UnavailableError, UnknownNameError):
+                # A restarted daemon doesn't know the save before a sidecar has connected to it again.
+                now = time.monotonic()
+                give_up = min(give_up, now + timeouts.WATCH_RECONNECT_S)
+                if now >= give_up:
                     raise
-
-    def _ready_again(self) -> bool:
-        try:
-            grpc.channel_ready_future(self._channel).result(timeouts.WATCH_RECONNECT_S)
-        except grpc.FutureTimeoutError:
-            return False
-        return True
+            time.sleep(timeouts.STATUS_INTERVAL_S)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

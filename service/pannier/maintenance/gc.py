@@ -27,10 +27,12 @@ from pannier.maintenance.superseded import GRACE_S, sweep_superseded
 from pannier.storage import ObjectInfo, Store, Unfinished
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import IntegrityError
+from pannier.wire.errors import IntegrityError, StorageError
 
 ABANDONED_AFTER_S: Final = 24 * 3600.0
 """Seconds without a write after which an undecided attempt is aborted, by default."""
+_PRIVATE: Final = object_names.attempts_prefix().rstrip("/")
+"""Names of the records' directory and of the local store's own files begin with it."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,17 @@ class Report:
     """Aborted attempts, whose unfinished uploads are garbage."""
     undecided: set[str] = field(default_factory=set)
     """Attempts that may be in progress."""
+    errors: list[StorageError] = field(default_factory=list)
+    """Storage errors; what each was about is in ``kept``."""
 
     def add(self, objects: Iterable[ObjectInfo], reason: Reason, attempt: str = "") -> None:
         """Records the removal of these objects."""
         self.removed += [Removed(info.key, reason, attempt, info.size) for info in objects]
+
+    def fail(self, error: StorageError, attempt: str = "", size: int = 0) -> None:
+        """Records an attempt, or the rest of the checkpoint, as kept for an error."""
+        self.errors.append(error)
+        self.kept.append(Kept(attempt, str(error), size))
 
 
 async def sweep(store: Store, rules: Rules, *, now: float, host: str, dry_run: bool) -> Report:
@@ -107,23 +116,30 @@ async def sweep(store: Store, rules: Rules, *, now: float, host: str, dry_run: b
         host: recorded in decisions.
         dry_run: writes and removes nothing.
 
-    Raises StorageError.
+    Errors are in the report, beside what was removed before them.
     """
     report = Report()
     try:
-        seen = await view(store)
-        if seen.foreign:
-            # Another writer's, or a copy: it may need any file there.
-            report.kept.append(Kept("", "its .metadata was not committed by Pannier"))
-            return report
-        needed = await find_needed(store)
+        await _sweep(store, rules, now, host, dry_run, report)
     except IntegrityError as error:
         report.kept.append(Kept("", str(error)))
-        return report
+    except StorageError as error:
+        report.fail(error)
+    return report
+
+
+async def _sweep(
+    store: Store, rules: Rules, now: float, host: str, dry_run: bool, report: Report
+) -> None:
+    seen = await view(store)
+    if seen.foreign:
+        # Another writer's, or a copy: it may need any file there.
+        report.kept.append(Kept("", "its .metadata was not committed by Pannier"))
+        return
+    needed = await find_needed(store)
     sweeper = _Sweeper(store, seen, needed, rules, now, host, dry_run, report)
     await sweeper.sweep_attempts()
     await sweeper.sweep_others()
-    return report
 
 
 @dataclass
@@ -148,6 +164,8 @@ class _Sweeper:
             self.report.add(objects, Reason.SUPERSEDED, attempt)
         for attempt, why in swept.kept.items():
             self._keep(attempt, why)
+        for attempt, error in swept.failed.items():
+            self._fail(attempt, error)
         done = self.seen.superseded()
         for attempt in self.seen.attempts:
             if attempt not in done:
@@ -155,6 +173,8 @@ class _Sweeper:
                     await self._sweep_attempt(attempt)
                 except IntegrityError as error:
                     self._keep(attempt, str(error))
+                except StorageError as error:
+                    self._fail(attempt, error)
 
     async def _sweep_attempt(self, attempt: str) -> None:
         decision = self.seen.decisions.known.get(attempt)
@@ -265,6 +285,9 @@ class _Sweeper:
     def _keep(self, attempt: str, why: str) -> None:
         self.report.kept.append(Kept(attempt, why, self.seen.size(attempt)))
 
+    def _fail(self, attempt: str, error: StorageError) -> None:
+        self.report.fail(error, attempt, self.seen.size(attempt))
+
 
 async def sweep_unfinished(
     store: Store,
@@ -275,7 +298,7 @@ async def sweep_unfinished(
     now: float,
     dry_run: bool,
 ) -> AsyncIterator[Removed]:
-    """Removes abandoned uploads and temporary files below ``store``.
+    """Removes Pannier's abandoned uploads and temporary files below ``store``.
 
     Args:
         aborted: aborted attempts, as paths relative to ``store``: theirs are removed at any age.
@@ -284,7 +307,7 @@ async def sweep_unfinished(
     Raises StorageError.
     """
     for item in await store.list_unfinished():
-        if not _may_go(item, rules, aborted, undecided, now):
+        if not _is_own(item.key) or not _may_go(item, rules, aborted, undecided, now):
             continue
         if not dry_run:
             point("sweep.leftover.before")
@@ -292,6 +315,13 @@ async def sweep_unfinished(
             point("sweep.leftover.after")
         attempt = object_names.attempt_of(posixpath.basename(item.key))
         yield Removed(item.key, Reason.UPLOAD, attempt, item.size)
+
+
+def _is_own(key: str) -> bool:
+    """Whether Pannier began it: other programs may keep their uploads pending for longer than any save takes."""
+    return bool(object_names.attempt_of(posixpath.basename(key))) or any(
+        part.startswith(_PRIVATE) for part in key.split("/")
+    )
 
 
 def _may_go(

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
+from pannier.attempts.commit import SupersededError, carry_out, check_commit, prepare_commit
 from pannier.attempts.decisions import (
     Decisions,
     decide,
@@ -17,16 +17,23 @@ from pannier.attempts.decisions import (
     read_decision,
     read_decisions,
 )
-from pannier.attempts.extra_files import ExtraFilesError
+from pannier.attempts.extra_files import ExtraFilesError, collect
 from pannier.attempts.manifests import ManifestRecord, read_manifest
 from pannier.attempts.metadata_refs import referenced_files
-from pannier.attempts.metadata_swap import OccupiedError, RemovedError, find_standing
+from pannier.attempts.metadata_swap import (
+    OccupiedError,
+    RemovedError,
+    check_free,
+    find_newer,
+    find_standing,
+    is_removed,
+)
 from pannier.attempts.receipts import find_receipts
 from pannier.maintenance.inspect import by_checkpoint
 from pannier.storage import NotFoundError, ObjectInfo, Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import ConfigurationError, IntegrityError
+from pannier.wire.errors import ConfigurationError, IntegrityError, PannierError
 from pannier.wire.failures import ranks_text
 
 Build = Callable[[bytes, Sequence[records_pb2.Receipt]], Awaitable[bytes]]
@@ -248,7 +255,9 @@ async def finish_attempt(
         if interrupted.found is Found.COMPLETE:
             try:
                 decision = await _commit(store, interrupted, build, host)
-            except (SupersededError, OccupiedError, ExtraFilesError) as error:
+            except PannierError as error:
+                if not _forbids_commit(error, abort):
+                    raise
                 return await _abort(store, interrupted, host, str(error))
         elif interrupted.found is Found.DAMAGED:
             return Outcome(interrupted, End.UNDECIDED, interrupted.problem)
@@ -266,21 +275,63 @@ async def finish_attempt(
         return Outcome(interrupted, End.REMOVED, str(error))
     except (IntegrityError, ConfigurationError, NotFoundError) as error:
         # A required record is missing: the attempt is being removed, or damaged.
-        if abort and interrupted.found is Found.COMPLETE and isinstance(error, IntegrityError):
-            return await _abort(store, interrupted, host, str(error))
         return Outcome(interrupted, End.UNDECIDED, str(error))
     return _ended(interrupted, decision)
 
 
-def predict_outcome(interrupted: Interrupted, *, abort: bool) -> Outcome:
-    """Expected result of :func:`finish_attempt`, without concurrent changes."""
-    if interrupted.found in (Found.COMPLETE, Found.COMMIT):
-        return Outcome(interrupted, End.COMMITTED)
+async def predict_outcome(store: Store, interrupted: Interrupted, *, abort: bool) -> Outcome:
+    """Expected result of :func:`finish_attempt` of this attempt alone, without concurrent changes.
+
+    Reads as that does and writes nothing; ``.metadata`` isn't built. Raises StorageError.
+    """
     if interrupted.found is Found.ABORT:
         return Outcome(interrupted, End.ABORTED)
     if interrupted.found is Found.DAMAGED:
         return Outcome(interrupted, End.UNDECIDED, interrupted.problem)
-    return Outcome(interrupted, End.ABORTED if abort else End.UNDECIDED, lacks(interrupted))
+    if interrupted.found is Found.UNDECIDED:
+        return Outcome(interrupted, End.ABORTED if abort else End.UNDECIDED, lacks(interrupted))
+    complete = interrupted.found is Found.COMPLETE
+    try:
+        await (_check_commit if complete else _check_decided)(store, interrupted)
+    except PannierError as error:
+        if complete and _forbids_commit(error, abort):
+            return Outcome(interrupted, End.ABORTED, str(error))
+        if isinstance(error, (RemovedError, OccupiedError)):
+            return Outcome(interrupted, End.REMOVED, str(error))
+        if isinstance(error, (IntegrityError, NotFoundError)):
+            return Outcome(interrupted, End.UNDECIDED, str(error))
+        raise
+    return Outcome(interrupted, End.COMMITTED)
+
+
+def _forbids_commit(error: PannierError, abort: bool) -> bool:
+    """Whether an attempt with all receipts is aborted for this error of its commit."""
+    return isinstance(error, (SupersededError, OccupiedError, ExtraFilesError)) or (
+        abort and isinstance(error, IntegrityError)
+    )
+
+
+async def _check_commit(store: Store, interrupted: Interrupted) -> None:
+    """What :func:`_commit` checks before it writes. Raises the same errors, except ``build``'s."""
+    attempt, manifest = object_names.Attempt.parse(interrupted.attempt), interrupted.manifest
+    assert manifest is not None
+    await _read_candidate(store, interrupted)
+    extra, header = collect(interrupted.receipts), manifest.header
+    await check_commit(
+        store, save=header.save, attempt=attempt, overwrite=header.overwrite, extra=extra
+    )
+
+
+async def _check_decided(store: Store, interrupted: Interrupted) -> None:
+    """What carrying out a COMMIT checks before it writes. Raises the same errors."""
+    decision = await read_decision(store, interrupted.attempt)
+    if decision is None or await is_removed(store, interrupted.attempt):
+        raise RemovedError("it was removed meanwhile")
+    # A hold on .metadata prevents its replacement.
+    await find_newer(store, object_names.Attempt.parse(decision.attempt))
+    await check_free(
+        store, save=decision.save, attempt=decision.attempt, overwrite=decision.overwrite
+    )
 
 
 async def _commit(
@@ -288,13 +339,9 @@ async def _commit(
 ) -> records_pb2.Decision:
     attempt, manifest, receipts = interrupted.attempt, interrupted.manifest, interrupted.receipts
     assert manifest is not None
-    try:
-        # Written by a coordinator that had checked the receipts.
-        metadata = await store.read(object_names.metadata_candidate(attempt))
-    except NotFoundError:
+    metadata = await _read_candidate(store, interrupted)
+    if metadata is None:
         metadata = await build(manifest.data, receipts)
-    else:
-        await asyncio.to_thread(_check_candidate, store, attempt, metadata, receipts)
     proposal = await prepare_commit(
         store,
         save=manifest.header.save,
@@ -328,6 +375,20 @@ async def decide_abort(
             failures=failures,
         ),
     )
+
+
+async def _read_candidate(store: Store, interrupted: Interrupted) -> bytes | None:
+    """The ``.metadata`` of a coordinator that had checked the receipts, if it got that far.
+
+    Raises IntegrityError when it doesn't fit them.
+    """
+    attempt = interrupted.attempt
+    try:
+        metadata = await store.read(object_names.metadata_candidate(attempt))
+    except NotFoundError:
+        return None
+    await asyncio.to_thread(_check_candidate, store, attempt, metadata, interrupted.receipts)
+    return metadata
 
 
 def _check_candidate(

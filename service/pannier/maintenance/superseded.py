@@ -17,7 +17,7 @@ from pannier.common.fault_points import point
 from pannier.maintenance.inspect import View, find_needed, view
 from pannier.storage import ConflictError, ObjectInfo, Store
 from pannier.wire import object_names
-from pannier.wire.errors import IntegrityError
+from pannier.wire.errors import IntegrityError, StorageError
 
 GRACE_S: Final = 3600.0
 """Seconds for which a superseded attempt is kept, by default."""
@@ -31,6 +31,8 @@ class Swept:
     """By attempt: its objects; with ``dry_run``, those that would be removed."""
     kept: dict[str, str] = field(default_factory=dict)
     """By attempt: human-readable reason."""
+    failed: dict[str, StorageError] = field(default_factory=dict)
+    """By attempt: why storage didn't remove all of it."""
     due_s: float | None = None
     """Seconds until the next one may be removed; None: all are removed."""
 
@@ -49,13 +51,16 @@ async def sweep_checkpoint(store: Store, *, grace_s: float) -> Swept:
     seen = await view(store, data=False)
     if not seen.superseded():
         return Swept()
-    return await sweep_superseded(store, seen, grace_s=grace_s, now=await store_time(store))
+    swept = await sweep_superseded(store, seen, grace_s=grace_s, now=await store_time(store))
+    for error in swept.failed.values():
+        raise error
+    return swept
 
 
 async def sweep_superseded(
     store: Store, seen: View, *, grace_s: float, now: float, dry_run: bool = False
 ) -> Swept:
-    """As :func:`sweep_checkpoint`, of a view.
+    """As :func:`sweep_checkpoint`, of a view; goes on after an attempt that can't be removed.
 
     Args:
         now: the store's time.
@@ -102,6 +107,8 @@ async def sweep_superseded(
                 objects = await remove_ended(store, attempt, needed=needed)
         except IntegrityError as error:
             swept.kept[attempt] = str(error)
+        except StorageError as error:
+            swept.failed[attempt] = error
         else:
             swept.removed[attempt] = objects
     return swept

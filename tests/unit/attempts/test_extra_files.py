@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import pickle
 import random
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from pannier.attempts.metadata_refs import saved_by
 from pannier.attempts.metadata_swap import OccupiedError, RemovedError
 from pannier.maintenance.delete_checkpoint import plan_removal, remove_checkpoint
 from pannier.maintenance.gc import Rules, sweep
-from pannier.maintenance.recover import find_interrupted, finish_attempt
+from pannier.maintenance.recover import End, Outcome, find_interrupted, finish_attempt
 from pannier.maintenance.superseded import sweep_checkpoint
 from pannier.maintenance.verify import verify
 from pannier.storage import HeldError, ObjectInfo, StorageError, Store, open_store
@@ -206,14 +207,16 @@ def test_who_finishes_the_commit_completes_them(name: str) -> None:
     on_fresh_store(scenario)
 
 
-async def recover(store: Store) -> None:
+async def recover(store: Store, *, abort: bool = False) -> list[Outcome]:
     """``pannier recover`` of what is undecided or unfinished."""
 
     async def build(manifest: bytes, receipts: Any) -> bytes:
         return metadata_of(receipts[0].attempt)
 
-    for each in await find_interrupted(store):
-        await finish_attempt(store, each, build=build, host="there", abort=False)
+    return [
+        await finish_attempt(store, each, build=build, host="there", abort=abort)
+        for each in await find_interrupted(store)
+    ]
 
 
 def test_recover_commits_them_from_receipts_alone() -> None:
@@ -336,16 +339,46 @@ def test_files_that_cannot_be_in_one_checkpoint_fail_the_save(
     on_fresh_store(scenario)
 
 
+async def damage(store: Store, attempt: Attempt) -> None:
+    """Changes the bytes of its extra files."""
+    name = object_names.extra_file(attempt.name, 0)
+    info = await store.stat(name)
+    assert info is not None
+    await store.replace(name, b"x" * info.size, expected=info.generation)
+
+
 def test_damaged_bytes_are_not_installed() -> None:
     async def scenario(store: Store) -> None:
         await ingest(store, FIRST, OLD)
-        name = object_names.extra_file(FIRST.name, 0)
-        info = await store.stat(name)
-        assert info is not None
-        await store.replace(name, b"x" * info.size, expected=info.generation)
+        await damage(store, FIRST)
         with pytest.raises(IntegrityError, match=r"extra\.distcp is damaged: the extra file '"):
             await commit(store, FIRST, OLD)
         assert await store.stat(METADATA) is None
+
+    on_fresh_store(scenario)
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_recover_reports_damaged_bytes(abort: bool) -> None:
+    """Others behind it are finished: it doesn't raise."""
+
+    async def scenario(store: Store) -> None:
+        await ingest(store, FIRST, OLD)
+        await damage(store, FIRST)
+        (outcome,) = await recover(store, abort=abort)
+        assert (outcome.end, "is damaged" in outcome.reason) == (End.UNDECIDED, True)
+
+    on_fresh_store(scenario)
+
+
+def test_the_sweep_reports_damaged_bytes() -> None:
+    async def scenario(store: Store) -> None:
+        await save(store, FIRST, OLD)
+        await save(store, SECOND, NEW)
+        await damage(store, SECOND)
+        await store.delete("meta.pt")
+        report = await sweep(store, Rules(), now=time.time(), host="h", dry_run=False)
+        assert "is damaged" in report.kept[-1].why
 
     on_fresh_store(scenario)
 

@@ -1,5 +1,6 @@
 """``pannier gc`` removes what is left behind, says why, and leaves all that may be needed."""
 
+import asyncio
 import json
 import os
 import time
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 from google.protobuf import json_format
 
-from pannier.storage import DeniedError
+from pannier.maintenance.superseded import sweep_checkpoint
+from pannier.storage import DeniedError, HeldError, open_store
+from pannier.storage.base import UnreachableError
 from pannier.storage.local.store import LocalStore
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
@@ -288,16 +291,86 @@ def test_what_was_removed_before_an_error_is_reported(
     for each in (place, other):
         write_decision(each, FIRST, records_pb2.OUTCOME_ABORT)
         write(each / object_names.data_file(FIRST, 0, 0), b"late")
+    late = object_names.data_file(FIRST, 0, 0)
+    refuse_deletions(monkeypatch, other, late, DeniedError("no"))
+    result = pannier("gc", str(place.parent), "--json")
+    assert (result.code, "error: no" in result.err) == (3, True)
+    removed, kept = result.json_lines()
+    assert (removed["action"], removed["checkpoint"]) == ("removed", str(place))
+    assert (kept["action"], kept["checkpoint"], kept["attempt"]) == ("kept", str(other), FIRST)
+    assert kept["reason"] == "no"
+    assert files_below(other) == {object_names.decision(FIRST), object_names.data_file(FIRST, 0, 0)}
+
+
+def refuse_deletions(
+    monkeypatch: pytest.MonkeyPatch, place: Path, name: str, error: Exception
+) -> None:
+    """Storage doesn't delete the object of this name at ``place``."""
     delete = LocalStore.delete
 
     async def refuse(self: LocalStore, key: str, *, generation: str | None = None) -> None:
-        if self.url == str(other):
-            raise DeniedError("no")
+        if (self.url, key) == (str(place), name):
+            raise error
         await delete(self, key, generation=generation)
 
     monkeypatch.setattr(LocalStore, "delete", refuse)
+
+
+def test_a_file_under_a_hold_keeps_nothing_else(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, other = object_names.data_file(FIRST, 0, 0), place.parent / "step-2"
+    for attempt in (FIRST, SECOND, THIRD):
+        write_attempt(place, attempt)
+    write_decision(other, FIRST, records_pb2.OUTCOME_ABORT)
+    write(other / held, b"late")
+    refuse_deletions(monkeypatch, place, held, HeldError("under a hold"))
+    result = pannier("gc", str(place.parent), *NOW, "--json")
+    assert (result.code, "error: under a hold" in result.err) == (3, True), result
+    (kept,) = [line for line in result.json_lines() if line["action"] == "kept"]
+    assert kept["checkpoint"] == str(place)
+    assert (kept["attempt"], kept["reason"]) == (FIRST, "under a hold")
+    assert of(place, SECOND) == set()
+    assert of(other, FIRST) == {object_names.decision(FIRST)}
+    assert pannier("verify", str(place)).code == 0
+    monkeypatch.undo()
+    assert lines(pannier("gc", str(place), *NOW, "--json"), "removed")
+    assert of(place, FIRST) == set()
+
+
+def test_a_coordinator_hears_of_a_file_under_a_hold(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tries again, after all else is removed."""
+    held = object_names.data_file(FIRST, 0, 0)
+    for attempt in (FIRST, SECOND, THIRD):
+        write_attempt(place, attempt)
+    refuse_deletions(monkeypatch, place, held, HeldError("under a hold"))
+
+    async def main() -> None:
+        store = open_store(str(place))
+        with pytest.raises(HeldError):
+            await sweep_checkpoint(store, grace_s=0)
+        await store.close()
+
+    asyncio.run(main())
+    assert held in of(place, FIRST)
+    assert of(place, SECOND) == set()
+
+
+def test_a_store_that_does_not_answer_ends_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each other checkpoint would wait for it, too."""
+    others = [place, place.parent / "step-2"]
+    for each in others:
+        write_decision(each, FIRST, records_pb2.OUTCOME_ABORT)
+        write(each / object_names.data_file(FIRST, 0, 0), b"late")
+    before = files_below(place.parent)
+    late = object_names.data_file(FIRST, 0, 0)
+    refuse_deletions(monkeypatch, place, late, UnreachableError("no answer"))
     result = pannier("gc", str(place.parent), "--json")
-    assert (result.code, "error: no" in result.err) == (3, True)
-    (line,) = result.json_lines()
-    assert line["checkpoint"] == str(place)
-    assert files_below(other) == {object_names.decision(FIRST), object_names.data_file(FIRST, 0, 0)}
+    assert (result.code, "error: no answer" in result.err) == (3, True), result
+    (kept,) = result.json_lines()
+    assert (kept["action"], kept["checkpoint"]) == ("kept", str(place))
+    assert files_below(place.parent) == before

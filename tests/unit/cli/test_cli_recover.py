@@ -1,9 +1,11 @@
 """``pannier recover`` ends what can be ended from storage alone, and names what is missing."""
 
 import asyncio
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import crc32c
 import pytest
@@ -14,11 +16,14 @@ from pannier.coordinator.commit.metadata import build_checked
 from pannier.coordinator.planning.global_plan import make_global_plan
 from pannier.maintenance import recover
 from pannier.maintenance.recover import End
-from pannier.storage import open_store
+from pannier.storage import HeldError, open_store
+from pannier.storage.base import UnreachableError
+from pannier.storage.local.store import LocalStore
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from support.actors.ranks_by_hand import context, local_plan, rank_plans, receipt_of, tensor, thing
 from support.processes.cli import pannier
+from support.processes.cli import pannier_here as here
 from support.processes.daemons import clean_environment
 from support.processes.processes import MARKER, SESSION, python
 from support.processes.stretch import BOUND_S
@@ -26,6 +31,7 @@ from support.storage.checkpoints import write, write_attempt, write_decision
 from support.storage.directories import files_below
 
 FIRST, SECOND = "i1-aa-g83b97b85-s1", "i1-aa-g83b97b85-s2"
+OLDER = "i0-zz-g83b97b85-s9"
 
 
 def planned(directory: Path) -> Manifest:
@@ -41,6 +47,15 @@ def planned(directory: Path) -> Manifest:
         for file in receipt.files:
             write(directory / file.name, bytes(file.size))
     return manifest
+
+
+def give_extra_files(directory: Path, *files: tuple[str, int]) -> None:
+    """A name and a checksum for each rank: extra files of its receipt."""
+    for rank, (name, checksum) in enumerate(files):
+        path = directory / object_names.receipt(FIRST, rank)
+        receipt = records_pb2.Receipt.FromString(path.read_bytes())
+        receipt.extra_files.add(name=name, crc32c=checksum)
+        write(path, receipt.SerializeToString())
 
 
 def test_an_attempt_whose_ranks_are_all_durable_is_committed(tmp_path: Path) -> None:
@@ -78,11 +93,19 @@ def test_an_attempt_whose_ranks_are_all_durable_is_committed(tmp_path: Path) -> 
         ("nothing of rank 1", False, End.UNDECIDED),
         ("nothing of rank 1", True, End.ABORTED),
         ("a torn decision", True, End.UNDECIDED),
+        ("receipts, and a newer save", False, End.ABORTED),
+        ("receipts, and another job's save", False, End.ABORTED),
+        ("receipts, and a plain writer's checkpoint", False, End.ABORTED),
+        ("receipts with two contents of a file", False, End.ABORTED),
+        ("receipts with a file where a directory is", False, End.ABORTED),
+        ("receipts, and a cut candidate", False, End.UNDECIDED),
+        ("receipts, and a cut candidate", True, End.ABORTED),
+        ("a commit, and a plain writer's checkpoint", False, End.REMOVED),
     ],
 )
 def test_the_end_is_foreseen(tmp_path: Path, left: str, abort: bool, end: End) -> None:
     place = tmp_path / "step-1"
-    if left == "a commit":
+    if left.startswith("a commit"):
         write_attempt(place, FIRST)
         (place / ".metadata").unlink()
     else:
@@ -93,6 +116,22 @@ def test_the_end_is_foreseen(tmp_path: Path, left: str, abort: bool, end: End) -
         (place / object_names.receipt(FIRST, 1)).unlink()
     elif left == "a torn decision":
         write(place / object_names.decision(FIRST), b"{")
+    elif left == "receipts, and a newer save":
+        write_attempt(place, SECOND)
+    elif left == "receipts, and another job's save":
+        write_attempt(place, OLDER)
+        decision = place / object_names.decision(OLDER)
+        decision.write_text(decision.read_text().replace('"job": "job"', '"job": "other"'))
+    elif left.endswith("a plain writer's checkpoint"):
+        write(place / ".metadata", b"by torch")
+        os.utime(place / ".metadata", (1, 1))
+    elif left == "receipts with two contents of a file":
+        give_extra_files(place, ("config.json", 1), ("config.json", 2))
+    elif left == "receipts with a file where a directory is":
+        give_extra_files(place, ("tokens", 1))
+        write(place / "tokens" / "vocabulary", b"")
+    elif left == "receipts, and a cut candidate":
+        write(place / object_names.metadata_candidate(FIRST), b"cut")
 
     async def build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> bytes:
         return build_checked(manifest, receipts)
@@ -101,11 +140,12 @@ def test_the_end_is_foreseen(tmp_path: Path, left: str, abort: bool, end: End) -
         store = open_store(str(place))
         try:
             (found,) = await recover.find_interrupted(store)
-            assert recover.predict_outcome(found, abort=abort).end is end
+            foreseen = await recover.predict_outcome(store, found, abort=abort)
             outcome = await recover.finish_attempt(
                 store, found, build=build, host="here", abort=abort
             )
-            assert outcome.end is end
+            assert (foreseen.end, outcome.end) == (end, end)
+            assert foreseen.reason in outcome.reason
         finally:
             await store.close()
 
@@ -256,3 +296,61 @@ def test_a_damaged_decision_is_reported_and_the_rest_is_done(tmp_path: Path) -> 
     ends = {Path(line["checkpoint"]).name: line["end"] for line in result.json_lines()}
     assert ends == {"step-1": "undecided", "step-2": "committed"}
     assert (damaged / ".metadata").exists()
+
+
+def refuse(
+    monkeypatch: pytest.MonkeyPatch, operation: str, place: Path, name: str, error: Exception
+) -> None:
+    """An operation with the object of this name at ``place`` fails."""
+    original = getattr(LocalStore, operation)
+
+    async def refused(self: LocalStore, key: str, *args: Any, **more: Any) -> Any:
+        if (self.url, key) == (str(place), name):
+            raise error
+        return await original(self, key, *args, **more)
+
+    monkeypatch.setattr(LocalStore, operation, refused)
+
+
+@pytest.mark.parametrize("dry", [False, True])
+@pytest.mark.parametrize(
+    ("operation", "name", "shown"),
+    [
+        ("stat", object_names.METADATA, {"step-2": ("undecided", "refused")}),
+        ("read", object_names.manifest(FIRST), {}),
+    ],
+)
+def test_what_storage_refuses_at_one_checkpoint_is_no_obstacle_elsewhere(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
+    name: str,
+    shown: dict[str, tuple[str, str]],
+    dry: bool,
+) -> None:
+    places = [tmp_path / f"step-{number}" for number in (1, 2, 3)]
+    for place in places:
+        planned(place)
+    refuse(monkeypatch, operation, places[1], name, HeldError("refused"))
+    result = here("recover", str(tmp_path), "--json", *(["--dry-run"] if dry else []))
+    ends = {
+        Path(line["checkpoint"]).name: (line["end"], line["reason"]) for line in result.json_lines()
+    }
+    assert ends == {"step-1": ("committed", ""), "step-3": ("committed", ""), **shown}
+    assert (result.code, "error: refused" in result.err) == (3, True), result
+    assert [(place / ".metadata").exists() for place in places] == [not dry, False, not dry]
+
+
+def test_what_was_done_before_storage_was_out_of_reach_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [tmp_path / f"step-{number}" for number in (1, 2, 3)]
+    for place in places:
+        planned(place)
+    refuse(monkeypatch, "stat", places[1], object_names.METADATA, UnreachableError("no answer"))
+    result = here("recover", str(tmp_path), "--json")
+    assert (result.code, "error: no answer" in result.err) == (3, True), result
+    (line,) = result.json_lines()
+    assert (line["checkpoint"], line["end"]) == (str(places[0]), "committed")
+    # Each other one would wait for it, too.
+    assert not (places[2] / ".metadata").exists()

@@ -96,7 +96,10 @@ FAILED = load(load_status_pb2.LOAD_STATE_FAILED)
 
 
 class Scripted(status_pb2_grpc.StatusServicer):
-    """Answers with ``saves``; a watcher gets the next of ``episodes``, which then breaks off."""
+    """Answers with ``saves``; a watcher gets the next of ``episodes``, which then breaks off.
+
+    An empty episode, and each after the last one, is an error: ``refusal``.
+    """
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class Scripted(status_pb2_grpc.StatusServicer):
         self.backlog = (0, 0.0)
         self.limited = False
         self.episodes = [list(episode) for episode in episodes]
+        self.refusal = grpc.StatusCode.NOT_FOUND
         self.loads: list[load_status_pb2.LoadStatus] = []
         """Of ``WatchLoad``: one after the other."""
         self.asked: list[object] = []
@@ -141,9 +145,10 @@ class Scripted(status_pb2_grpc.StatusServicer):
         self, request: status_pb2.WatchSaveRequest, context: grpc.ServicerContext
     ) -> Iterator[status_pb2.WatchSaveResponse]:
         self.asked.append(request)
-        if not self.episodes:
-            context.abort(grpc.StatusCode.NOT_FOUND, f"no save {request.id}")
-        for status in self.episodes.pop(0):
+        episode = self.episodes.pop(0) if self.episodes else []
+        if not episode:
+            context.abort(self.refusal, f"no save {request.id}")
+        for status in episode:
             yield status_pb2.WatchSaveResponse(save=status)
         if self.episodes:
             context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
@@ -420,6 +425,33 @@ def test_watch_goes_on_after_the_daemon_was_away(serve: Serve) -> None:
     result = pannier("watch", ID, "--json", "--address", address)
     assert result.code == 0, result
     assert len(result.json_lines()) == 3
+
+
+def test_watch_goes_on_when_a_restarted_daemon_knows_the_save_again(serve: Serve) -> None:
+    address = serve(Scripted(episodes=[[UPLOADING], [], [UPLOADING, COMMITTED]]))
+    result = pannier("watch", ID, "--json", "--address", address)
+    assert result.code == 0, result
+    assert len(result.json_lines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("refusal", "code", "says"),
+    [
+        (grpc.StatusCode.NOT_FOUND, 1, f"no save {ID}"),
+        (grpc.StatusCode.UNAVAILABLE, 3, "can't be reached"),
+    ],
+)
+def test_watch_ends_when_a_daemon_does_not_return(
+    serve: Serve, refusal: grpc.StatusCode, code: int, says: str
+) -> None:
+    daemon = Scripted(episodes=[[UPLOADING]])
+    daemon.refusal = refusal
+    scale = {"PANNIER_TIME_SCALE": "0.05"}
+    result = pannier("watch", ID, "--address", serve(daemon), env=scale)
+    assert result.code == code, result
+    assert says in result.err
+    # It pauses between the tries.
+    assert 1 < len(daemon.asked) < 200
 
 
 def test_watch_without_a_save_takes_the_newest_under_way(serve: Serve) -> None:

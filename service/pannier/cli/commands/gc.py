@@ -12,6 +12,7 @@ import click
 
 from pannier.attempts.leases import store_time
 from pannier.cli import output
+from pannier.cli.errors import OK, UNREACHABLE, Failures
 from pannier.cli.options import Location, Seconds, option, output_options, storage_options
 from pannier.cli.table import Column, Fit, Table
 from pannier.maintenance.delete_checkpoint import remove_directory
@@ -35,6 +36,7 @@ class _Found:
 
     removed: list[tuple[str, Removed]] = field(default_factory=list)
     kept: list[tuple[str, Kept]] = field(default_factory=list)
+    failures: Failures = field(default_factory=Failures)
     complete: bool = True
     """No error ended the run early."""
 
@@ -81,6 +83,7 @@ def command(
     The decision of an aborted save stays for --abandoned-after, so that a late
     process still finds it.
     Ages are by the store's clock; in a dry run, which writes nothing, by this host's.
+    Exit status 3 when storage refused an operation: all else is removed.
 
     The JSON is a stable contract: per object that was or would be removed
     "action" (removed, would-remove), "checkpoint" (its id), "name", "attempt" (or
@@ -99,6 +102,8 @@ def command(
             _print_json(found, dry_run)
         else:
             _print(root, found, dry_run, wide)
+        found.failures.report()
+    click.get_current_context().exit(UNREACHABLE if found.failures else OK)
 
 
 def _print_json(found: _Found, dry_run: bool) -> None:
@@ -142,6 +147,8 @@ async def _collect(
                 remove_directory(checkpoint)
             found.removed += [(checkpoint, removed) for removed in report.removed]
             found.kept += [(checkpoint, kept) for kept in report.kept]
+            for error in report.errors:
+                found.failures.add(error)
             aborted |= {posixpath.join(directory, attempt) for attempt in report.aborted}
             undecided |= {posixpath.join(directory, attempt) for attempt in report.undecided}
         async for removed in sweep_unfinished(

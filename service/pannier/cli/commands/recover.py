@@ -3,26 +3,38 @@
 import asyncio
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
 from pannier.cli import output
-from pannier.cli.errors import NEGATIVE, OK
+from pannier.cli.errors import NEGATIVE, OK, UNREACHABLE, Failures
 from pannier.cli.options import Location, output_options, storage_options
 from pannier.cli.table import Column, Fit, Table
 from pannier.maintenance.inspect import by_checkpoint
 from pannier.maintenance.recover import (
     End,
     Found,
+    Interrupted,
     Outcome,
     find_interrupted,
     finish_attempt,
     predict_outcome,
 )
-from pannier.storage import open_store
+from pannier.storage import StorageError, Store, open_store
 from pannier.v1 import records_pb2
 from pannier.wire.errors import ConfigurationError
+
+
+@dataclass
+class _Results:
+    """Outcomes, each with its checkpoint id."""
+
+    outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
+    failures: Failures = field(default_factory=Failures)
+    complete: bool = False
+    """All checkpoints were looked at."""
 
 
 @click.command("recover")
@@ -55,9 +67,10 @@ def command(
 
     --dry-run changes nothing, and lists how each attempt would end.
 
-    Exit status 1 when an attempt remains undecided. Committing needs numpy, and
-    torch for what torch planned itself (StorageWriter), unless a coordinator has
-    already built the metadata.
+    Exit status 1 when an attempt remains undecided, 3 when storage refused an
+    operation: all other attempts are finished. Committing needs numpy, and torch
+    for what torch planned itself (StorageWriter), unless a coordinator has already
+    built the metadata.
 
     The JSON is a stable contract: per line "checkpoint" (its id), "attempt",
     "found" (complete, commit, abort, undecided, damaged), "end" (committed, aborted,
@@ -65,40 +78,56 @@ def command(
     list of objects with "rank" and "host"), "reason" (text, may be empty) and "time"
     (when the attempt was last written to; Unix time in seconds).
     """
-    outcomes = asyncio.run(_recover(place, storage_options, abort, dry_run))
-    if as_json:
-        for checkpoint, outcome in outcomes:
-            output.print_json({**_fields(checkpoint, outcome), "dry_run": dry_run})
-    else:
-        _print(place, outcomes, "would be" if dry_run else "now", wide=wide)
-    undecided = any(outcome.end is End.UNDECIDED for _, outcome in outcomes)
-    click.get_current_context().exit(NEGATIVE if undecided else OK)
+    results = _Results()
+    try:
+        asyncio.run(_recover(place, storage_options, abort, dry_run, results))
+    finally:
+        # After an error as well.
+        if as_json:
+            for checkpoint, outcome in results.outcomes:
+                output.print_json({**_fields(checkpoint, outcome), "dry_run": dry_run})
+        else:
+            _print(place, results, "would be" if dry_run else "now", wide=wide)
+        results.failures.report()
+    undecided = any(outcome.end is End.UNDECIDED for _, outcome in results.outcomes)
+    status = UNREACHABLE if results.failures else NEGATIVE if undecided else OK
+    click.get_current_context().exit(status)
 
 
 async def _recover(
-    place: str, options: dict[str, Any], abort: bool, dry_run: bool
-) -> list[tuple[str, Outcome]]:
+    place: str, options: dict[str, Any], abort: bool, dry_run: bool, results: _Results
+) -> None:
     store = open_store(place, storage_options=options)
     try:
         checkpoints = by_checkpoint(await store.list())
     finally:
         await store.close()
-    outcomes = []
     for directory, objects in checkpoints.items():
         checkpoint = f"{place.rstrip('/')}/{directory}".rstrip("/")
         store = open_store(checkpoint, storage_options=options)
         try:
             for interrupted in await find_interrupted(store, objects):
-                if dry_run:
-                    outcome = predict_outcome(interrupted, abort=abort)
-                else:
-                    outcome = await finish_attempt(
-                        store, interrupted, build=_build, host=socket.gethostname(), abort=abort
-                    )
-                outcomes.append((checkpoint, outcome))
+                outcome = await _finish(store, interrupted, abort, dry_run, results.failures)
+                results.outcomes.append((checkpoint, outcome))
+        except StorageError as error:
+            results.failures.add(error)
         finally:
             await store.close()
-    return outcomes
+    results.complete = not results.failures
+
+
+async def _finish(
+    store: Store, interrupted: Interrupted, abort: bool, dry_run: bool, failures: Failures
+) -> Outcome:
+    try:
+        if dry_run:
+            return await predict_outcome(store, interrupted, abort=abort)
+        return await finish_attempt(
+            store, interrupted, build=_build, host=socket.gethostname(), abort=abort
+        )
+    except StorageError as error:
+        failures.add(error)
+        return Outcome(interrupted, End.UNDECIDED, str(error))
 
 
 async def _build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> bytes:
@@ -112,9 +141,11 @@ async def _build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> by
     return await asyncio.to_thread(build_checked, manifest, receipts)
 
 
-def _print(place: str, outcomes: list[tuple[str, Outcome]], when: str, *, wide: bool) -> None:
+def _print(place: str, results: _Results, when: str, *, wide: bool) -> None:
+    outcomes = results.outcomes
     if not outcomes:
-        output.say(f"no interrupted saves at {place}")
+        if results.complete:
+            output.say(f"no interrupted saves at {place}")
         return
     table = Table(
         Column("checkpoint", fit=Fit.PATH),
