@@ -198,9 +198,8 @@ class _Request:
     def takes(self, run: _Run, start: int) -> bool:
         """Whether a piece of this run may be one more part."""
         offset, memory = self.parts[-1]
-        return (run.file, start // PIECE_BYTES) == (self.file, self._block) and offset + len(
-            memory
-        ) <= start
+        same = (run.file, start // PIECE_BYTES) == (self.file, self._block)
+        return same and offset + len(memory) <= start
 
     def add(self, run: _Run, start: int, end: int) -> None:
         self.is_direct = self.is_direct or run.is_direct
