@@ -181,15 +181,17 @@ class Decision(_message.Message):
     def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., plan_id: _Optional[str] = ..., metadata_size: _Optional[int] = ..., metadata_crc32c: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[_save_pb2.Failure, _Mapping]]] = ..., decided_by: _Optional[str] = ..., decided_at: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., extra_files: _Optional[_Iterable[_Union[ExtraFile, _Mapping]]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("attempt", "host", "pid", "holder", "renew_s")
+    __slots__ = ("attempt", "host", "pid", "holder", "renew_s", "renewals")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     RENEW_S_FIELD_NUMBER: _ClassVar[int]
+    RENEWALS_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     host: str
     pid: int
     holder: str
     renew_s: float
-    def __init__(self, attempt: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., holder: _Optional[str] = ..., renew_s: _Optional[float] = ...) -> None: ...
+    renewals: int
+    def __init__(self, attempt: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., holder: _Optional[str] = ..., renew_s: _Optional[float] = ..., renewals: _Optional[int] = ...) -> None: ...

@@ -38,21 +38,20 @@ class Lease:
     ) -> None:
         holder = uuid.uuid4().hex
         self.key: Final = object_names.lease(attempt, holder[:16])
-        message = records_pb2.Lease(
+        self._content = records_pb2.Lease(
             attempt=attempt,
             host=socket.gethostname(),
             pid=os.getpid(),
             holder=holder,
             renew_s=renew_s,
         )
-        self._content = json_format.MessageToJson(message).encode()
         self._directory = directory
         self._renew_s = renew_s
         self._idle_s = idle_s
         self._pid = os.getpid()
         self._last_touch = time.monotonic()
         self._ended = Event()
-        directory.write(self.key, self._content)
+        self._write()
         self._thread = threading.Thread(target=self._keep, name="pannier-lease", daemon=True)
         self._thread.start()
 
@@ -72,13 +71,17 @@ class Lease:
         if os.getpid() == self._pid:
             self._thread.join(timeouts.LEASE_RELEASE_S)
 
+    def _write(self) -> None:
+        self._directory.write(self.key, json_format.MessageToJson(self._content).encode())
+
     def _keep(self) -> None:
         while not self._ended.wait(self._renew_s):
             if self._idle_s is not None and time.monotonic() - self._last_touch > self._idle_s:
                 _log.debug("%s/%s: no read for %g s", self._directory.url, self.key, self._idle_s)
                 break
+            self._content.renewals += 1
             try:
-                self._directory.write(self.key, self._content)
+                self._write()
             except StorageError as error:
                 _log.warning("a reader's lease was not renewed: %s", error)
         try:
