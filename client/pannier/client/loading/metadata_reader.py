@@ -7,7 +7,8 @@ Blocking.
 
 import posixpath
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import crc32c
@@ -16,9 +17,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from pannier.client.loading import catalog, read_lease
 from pannier.client.loading.checksum_verifier import Receipts
 from pannier.client.loading.filesystem import MissingError, StorageDir
+from pannier.client.loading.range_reader import in_parallel
 from pannier.client.loading.safe_unpickler import unpickle_metadata
 from pannier.wire import object_names
-from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
+from pannier.wire.errors import InvalidRequestError, StorageError
 
 _MOST_REPLACEMENTS: Final = 10
 """Commits in a row while ``.metadata`` is read."""
@@ -91,22 +93,56 @@ def read_leased(
             )
         if not attempt:
             return LeasedMetadata(content, metadata, None)
-        Receipts(directory, attempt).check_metadata(content, required=verify)
-        lease = read_lease.take(directory, attempt, reader=reader, idle_s=idle_s)
-        try:
-            catalog.check_not_removed(directory, attempt)
-            # Once more after the lease was written: the files of a replaced checkpoint are removed
-            # only after a look for leases.
-            unchanged = lease is None or _stamp(directory) == stamp
-        except PannierError:
-            if lease is not None:
-                lease.release()
-            raise
+        check = partial(Receipts(directory, attempt).check_metadata, content, required=verify)
+        take = partial(read_lease.take, directory, attempt, reader=reader, idle_s=idle_s)
+        unchanged, lease = _take_lease(directory, attempt, stamp, check, take)
         if unchanged:
             return LeasedMetadata(content, metadata, lease)
-        assert lease is not None
-        lease.release()
     raise StorageError(f"{path} was replaced {_MOST_REPLACEMENTS} times while it was read")
+
+
+def _take_lease(
+    directory: StorageDir,
+    attempt: str,
+    stamp: str,
+    check: Callable[[], None],
+    take: Callable[[], read_lease.Lease | None],
+) -> tuple[bool, read_lease.Lease | None]:
+    """Whether ``.metadata`` is still the one with ``stamp``, under a lease; without one it need not be.
+
+    Args:
+        check: raises unless what was read is whole; beside ``take``, since both wait for storage.
+    """
+    leases: list[read_lease.Lease] = []
+    stamps: list[str] = []
+
+    def keep() -> None:
+        lease = take()
+        if lease is not None:
+            leases.append(lease)
+
+    try:
+        _together(check, keep)
+        lease = leases[0] if leases else None
+        # Both after the lease was written: the files of a replaced checkpoint are removed only after a look
+        # for leases.
+        _together(
+            partial(catalog.check_not_removed, directory, attempt),
+            lambda: stamps.append(stamp if lease is None else _stamp(directory)),
+        )
+    except BaseException:
+        for each in leases:
+            each.release()
+        raise
+    unchanged = stamps == [stamp]
+    if lease is not None and not unchanged:
+        lease.release()
+    return unchanged, lease
+
+
+def _together(*calls: Callable[[], object]) -> None:
+    """Makes the calls beside each other, as each waits for storage; raises the first error when all have ended."""
+    in_parallel(lambda call: call(), calls, threads=len(calls))
 
 
 def attempt_of(metadata: Metadata) -> str:
