@@ -59,7 +59,7 @@ _EXAMPLES: Final = {
     "rm": ("rm --yes /tmp/checkpoints/step-20",),
     "gc": ("gc --dry-run /tmp/checkpoints", "gc /tmp/checkpoints"),
     "verify": ("verify /tmp/checkpoints/step-30", "verify --json /tmp/checkpoints/step-30"),
-    "export": ("export /tmp/checkpoints/step-30 /tmp/checkpoints-hf --prefix training.model.",),
+    "export": ("export /tmp/checkpoints/step-30 /tmp/checkpoints-hf --key weight",),
 }
 
 
