@@ -318,7 +318,7 @@ def test_where_daemons_end_with_the_trainer_the_coordinators_host_waits_for_the_
 ) -> None:
     place = Place(tmp_path, "gs://bucket/others", **server.env)
     server.fault(kind="status", method="POST", path=HELD.format("[12]"), times=-1)
-    job = place.job(hosts, OTHERS, environment={"SLURM_STEP_ID": "0"})
+    job = place.job(hosts, OTHERS, environment={"SLURM_JOB_ID": "7"})
     job.wait_for("<staged 1>", 2)
     (name,) = hosts.all[0].daemons()
     coordinator = addresses.embedded_coordinator(hosts.all[0].runtime_dir / name)

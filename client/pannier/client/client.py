@@ -347,7 +347,7 @@ class Client:
         When it returns the process may die, and what it saved is committed all the same.
 
         With embedded daemons that can't outlive the trainer (in a container or a
-        Slurm step) it waits until they are committed, and where other hosts use this one's
+        batch job) it waits until they are committed, and where other hosts use this one's
         coordinator, until theirs are.
 
         A trainer that ends without it does the same, but the exit status of a process

@@ -24,11 +24,23 @@ class _Closing(Protocol):
 
 
 _known: "weakref.WeakSet[_Closing]" = weakref.WeakSet()
+_kept: set[_Closing] = set()
+"""Those that must be called though nothing else refers to them any more."""
 
 
 def add(closing: _Closing) -> None:
     """Has it called as long as something else refers to it."""
     _known.add(closing)
+
+
+def keep(closing: _Closing) -> None:
+    """Has it called also when nothing else refers to it, until :func:`let_go`."""
+    _kept.add(closing)
+
+
+def let_go(closing: _Closing) -> None:
+    """Ends :func:`keep`; idempotent."""
+    _kept.discard(closing)
 
 
 def _before_threads_end() -> None:

@@ -141,6 +141,11 @@ class UnretrievedErrors:
             with self._lock:
                 self._failed.append(outcome)
 
+    def __bool__(self) -> bool:
+        """Whether there are some."""
+        with self._lock:
+            return any(not outcome.retrieved for outcome in self._failed)
+
     def raise_all(self) -> None:
         """Raises errors that were not retrieved, once; several as one."""
         with self._lock:
@@ -307,7 +312,7 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
 
         All its bytes are in the sidecar's spool by then, recorded, and all ranks go by one plan. The save is
         committed once that is so on every rank. It raises what :meth:`result` raises when the save fails
-        before. Embedded daemons in a container or a Slurm step end with the trainer: there, wait for
+        before. Embedded daemons in a container or a batch job end with the trainer: there, wait for
         :meth:`result`.
         """
         return self._ingest

@@ -285,6 +285,7 @@ class SaveFactory:
         """
         self._refuses_saves = True
         if self.is_closed:
+            self.saves.errors.raise_all()
             return
         deadline = None if timeout is None else Deadline(timeout)
         with wait_log.logged("close", lambda: str(self.saves) or "saves of other hosts"):
@@ -293,8 +294,11 @@ class SaveFactory:
             if self._must_wait():
                 self.saves.wait(None if deadline is None else deadline.remaining(), timeout)
                 self._wait_for_others(None if deadline is None else deadline.remaining(), timeout)
-        self._disconnect(announce=True)
         self.is_closed = True
+        if self.saves:
+            # What fails from now on is shown at the exit.
+            exit_hooks.keep(self)
+        self._disconnect(announce=True)
         self.saves.errors.raise_all()
 
     def log_exit(self) -> None:
@@ -335,6 +339,8 @@ class SaveFactory:
     def _disconnect_if_done(self) -> None:
         if self._refuses_saves and not self.saves:
             self._disconnect(announce=True)
+            if not self.saves.errors:
+                exit_hooks.let_go(self)
 
     def _must_wait(self) -> bool:
         return self.settings.embedded and not launcher.outlives_trainer()

@@ -78,6 +78,8 @@ def set_up(service: str, **resource: str) -> None:
                 "the environment enables traces, but %s is missing: pip install 'pannier[otel]'",
                 error.name,
             )
+        except Exception as error:  # noqa: BLE001 - of a setting that OpenTelemetry can't read
+            _log.warning("traces can't be exported: %s: %s", type(error).__name__, error)
 
 
 @contextmanager

@@ -929,6 +929,39 @@ def test_an_error_at_exit_is_seen(sidecar: ScriptedSidecar) -> None:
     assert "HOOK SaveAbortedError rank 1 died" in quiet.out
 
 
+def test_an_error_after_close_is_seen_at_exit_or_by_the_next_close(
+    sidecar: ScriptedSidecar, tmp_path: Path
+) -> None:
+    sidecar.commit = False
+    closed = tmp_path / "closed"
+
+    def abort(request: sidecar_pb2.HandOverRequest) -> None:
+        def later() -> None:
+            wait_until(closed.exists)
+            sidecar.abort(request.context, save_pb2.Failure(rank=1, message="disk full"))
+
+        threading.Thread(target=later).start()
+
+    sidecar.on["HandOver"] = abort
+    for after in ("del c", "try: c.close()\nexcept Exception as e: print('RAISED', e)"):
+        closed.unlink(missing_ok=True)
+        done = run(
+            sidecar,
+            "import gc, time\n"
+            "from pannier.client import Client\n"
+            "c = Client()\n"
+            "ended = []\n"
+            "c.async_save(state, checkpoint_id='/x/y').add_done_callback(ended.append)\n"
+            "c.close()\n"
+            f"open({str(closed)!r}, 'w').close()\n"
+            "while not ended: time.sleep(0.01)\n"
+            "ended.clear()\n"
+            f"{after}\n"
+            "gc.collect()\n",
+        )
+        assert "disk full" in (done.err if after == "del c" else done.out), done
+
+
 def test_a_forked_child_may_not_save_and_ends_at_once(sidecar: ScriptedSidecar) -> None:
     done = run(
         sidecar,

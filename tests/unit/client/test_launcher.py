@@ -219,13 +219,16 @@ def test_a_directory_of_another_user_is_refused(directory: Path) -> None:
         launcher.ensure(Settings(runtime_dir=directory))
 
 
-@pytest.mark.parametrize("mark", ["KUBERNETES_SERVICE_HOST", "SLURM_STEP_ID"])
-def test_daemons_in_a_pod_or_a_slurm_step_end_with_it(
+JOBS = ["KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"]
+
+
+@pytest.mark.parametrize("mark", JOBS)
+def test_daemons_in_a_pod_or_a_batch_job_end_with_it(
     monkeypatch: pytest.MonkeyPatch, mark: str
 ) -> None:
     monkeypatch.setattr(os.path, "exists", lambda _: False)
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    for each in JOBS:
+        monkeypatch.delenv(each, raising=False)
     assert launcher.outlives_trainer()
     monkeypatch.setenv(mark, "1")
     assert not launcher.outlives_trainer()

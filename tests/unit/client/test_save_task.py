@@ -27,7 +27,7 @@ from pannier.client.transport.file_stream import MemoryInUseError
 from pannier.client.transport.save_errors import aborted, fail_request
 from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.sidecar_client import SidecarClient
-from pannier.common import timeouts
+from pannier.common import timeouts, tracing
 from pannier.common.deadline import Deadline
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
@@ -120,6 +120,41 @@ def test_a_committed_save_returns_its_description(
     assert [file.name for file in request.files] == [f"{PREFIX}f{index}" for index in range(5)]
     assert (request.attempt, request.plan_id) == (ATTEMPT, "p1")
     assert saving.handle.status().bytes_ingested == 5 * (3 << 20)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_who_waits_learns_the_outcome_though_what_is_told_of_it_fails(
+    session: SidecarClient,
+    sidecar: ScriptedSidecar,
+    monkeypatch: pytest.MonkeyPatch,
+    committed: bool,
+) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError("a filter of the program's log")
+
+    monkeypatch.setattr(tracing, "export_rank", fail)
+    if not committed:
+        sidecar.commit = False
+        sidecar.on["HandOver"] = lambda request: sidecar.abort(
+            request.context, save_pb2.Failure(rank=1, message="disk full")
+        )
+    ended: list[object] = []
+    saving = SaveTask(
+        *(session, CONTEXT),
+        on_busy="wait",
+        deadline=Deadline(60),
+        on_ended=ended.append,
+        on_committed=fail,
+    )
+    saving.planned(ATTEMPT, "p1")
+    saving.staged(Staged([]))
+    carry(saving)
+    if committed:
+        assert saving.handle.result(BOUND_S).bytes == 0
+    else:
+        with pytest.raises(SaveAbortedError, match="disk full"):
+            saving.handle.result(BOUND_S)
+    wait_until(lambda: len(ended) == 1)
 
 
 def test_a_rank_without_files_hands_over_too(

@@ -117,12 +117,13 @@ def await_listening(spec: DaemonSpec, address: str, timeout_s: float) -> str:
 def outlives_trainer() -> bool:
     """Whether the daemons survive the trainer's last process.
 
-    Not in a container, which ends with its main process, nor in a Slurm step, which kills the
-    processes that its tasks leave behind.
+    Not in a container, which ends with its main process, nor in a job of Slurm, PBS or LSF, which kill the
+    processes that a job's script leaves behind.
     """
+    jobs = {"KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
     marks = ("/.dockerenv", "/run/.containerenv")
     contained = any(os.path.exists(mark) for mark in marks)
-    return not contained and not {"KUBERNETES_SERVICE_HOST", "SLURM_STEP_ID"} & os.environ.keys()
+    return not contained and not jobs & os.environ.keys()
 
 
 def accepts(path: str) -> bool:

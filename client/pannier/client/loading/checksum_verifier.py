@@ -2,13 +2,13 @@
 
 In: the decision and the receipts of an attempt, and the bytes of its files. Out: IntegrityError where
 they differ. The checksum of a data file covers the whole file: so all of it is read, also the bytes
-that the rank doesn't need. Blocking; for one load of one rank.
+that the rank doesn't need. An extra file has a checksum of its own. Blocking; for one load of one rank.
 """
 
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
 import crc32c
@@ -24,6 +24,9 @@ _log = logging.getLogger(__name__)
 
 _OWNER: Final = re.compile(r"_(\d+)_[a-z0-9]+\.distcp")
 _ADVICE: Final = "`pannier verify` lists all damaged files"
+
+Wanted = Collection[str] | Callable[[str], bool]
+"""Names of extra files that must be there, or which are wanted of those that are there."""
 
 
 class Receipts:
@@ -94,6 +97,18 @@ class Receipts:
                 f"{self._directory.url}/{name} has {size} bytes, saved were {file.size}; {_ADVICE}"
             )
         return file
+
+    def extra_files(self, wanted: Wanted) -> dict[str, bytes]:
+        """The wanted extra files by name. Raises StorageError, also for a name that isn't there, and IntegrityError."""
+        if not callable(wanted) and not wanted:
+            return {}
+        if not self._attempt:
+            # Another writer's: there are no records, only the files themselves.
+            return {} if callable(wanted) else {name: self._directory.read(name) for name in wanted}
+        commit = self._read_decision()
+        if callable(wanted):
+            wanted = [each.name for each in commit.extra_files if wanted(each.name)]
+        return {name: read_extra_file(self._directory, commit, name) for name in wanted}
 
     def recorded(self, names: Iterable[str], *, threads: int) -> dict[str, records_pb2.DataFile]:
         """The receipts of data files, by name; without those that can't be read, which is logged."""
@@ -206,3 +221,21 @@ class ChecksumVerifier:
 def _between(name: str, start: int, end: int) -> Iterator[Read]:
     for offset in range(start, end, PIECE_BYTES):
         yield Read(Range(name, offset, min(PIECE_BYTES, end - offset)), lambda _: None)
+
+
+def read_extra_file(directory: StorageDir, commit: records_pb2.Decision, name: str) -> bytes:
+    """The bytes of an extra file of a COMMIT. Raises StorageError, also where it has none of this name, IntegrityError."""
+    file = next((each for each in commit.extra_files if each.name == name), None)
+    if file is None:
+        names = ", ".join(each.name for each in commit.extra_files) or "none"
+        raise StorageError(f"{directory.url} has no extra file {name!r}; it has {names}")
+    data = bytearray(file.size)
+    if data:
+        directory.read_into(file.file, file.offset, memoryview(data))
+    found = crc32c.crc32c(data)
+    if found != file.crc32c:
+        raise IntegrityError(
+            f"the extra file {file.name!r} in {directory.url}/{file.file} is damaged: its crc32c is {found:08x}, "
+            f"{file.crc32c:08x} was committed"
+        )
+    return bytes(data)

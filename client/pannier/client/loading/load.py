@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from pannier.client import torch_compat
 from pannier.client.config import check_timeout
 from pannier.client.loading import filesystem, highest_incarnation
-from pannier.client.loading.extra_files import Wanted, check_wanted, read_of_attempt
+from pannier.client.loading.checksum_verifier import Receipts, Wanted
 from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import load_line, wait_log
@@ -131,7 +131,10 @@ def load(
     def make() -> StorageReader:
         if timeout is not None:
             check_timeout(timeout)
-        check_wanted(extra_files)
+        if isinstance(extra_files, str):
+            raise InvalidRequestError(
+                f"extra_files={extra_files!r}: give a collection of names, as [{extra_files!r}]"
+            )
         before()
         reader = _reader(checkpoint_id, storage_reader)
         if verify:
@@ -294,7 +297,7 @@ def _fill(
         )
         with ranks.showing_progress(READ, reader.progress_text), waits:
             reader.read_data(planner.finish_plan(central), planner).wait()
-            files.update(read_of_attempt(reader.directory, reader.attempt, extra_files))
+            files.update(Receipts(reader.directory, reader.attempt).extra_files(extra_files))
 
     central = ranks.plan(plan, plan_globally)
     ranks.together(READ, read, lambda _: None)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pannier.client.loading import catalog, extra_files
+from pannier.client.loading import catalog, checksum_verifier
 from pannier.client.loading.filesystem import MissingError, open_dir
 from pannier.client.messages.call_errors import at_call
 from pannier.client.save_factory import raise_unretrieved
@@ -56,7 +56,7 @@ def read_extra_file(
             if commit is None:
                 # Another writer's: there are no records, only the file itself.
                 return directory.read(name)
-            return extra_files.read(directory, extra_files.find(directory, commit, name))
+            return checksum_verifier.read_extra_file(directory, commit, name)
         except MissingError:
             if next(tries) == _TRIES:
                 raise

@@ -9,7 +9,8 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from pannier.client.handle import Resolver, SaveHandle, SaveResult
@@ -225,8 +226,8 @@ class StatusFollower:
         """The sidecar received the request to ingest this rank's part, or may have."""
         self._local_error: Exception | None = None
         """What failed the save on this rank, where it isn't a PannierError."""
-        self._follow()
         self._timer = sidecar.timer(deadline.remaining() + timeouts.DECISION_S, self._expire)
+        self._follow()
 
     @property
     def handle(self) -> SaveHandle:
@@ -417,11 +418,11 @@ class StatusFollower:
             total_bytes=update.bytes_total or own,
             seconds=self.times.seconds(),
         )
-        self._end(ArenaUse.LOCAL_COPY)
-        self.trace()
-        self._on_committed(self._context, result.total_bytes, self.times.cost(update.ranks))
-        self.resolver.resolve(result)
-        self._on_ended(self)
+        cost = self.times.cost(update.ranks)
+        with self._resolving(lambda: self.resolver.resolve(result)):
+            self._end(ArenaUse.LOCAL_COPY)
+            self.trace()
+            self._on_committed(self._context, result.total_bytes, cost)
 
     def _fail(
         self, error: Exception, fate: ArenaUse = ArenaUse.READ_BY_SIDECAR, *, quietly: bool = False
@@ -430,13 +431,24 @@ class StatusFollower:
 
         Otherwise the sidecar may still read its files, or begin to.
         """
-        # Before the caller can see the failure, and save again.
-        self._on_failure()
-        self._end(fate)
         is_expected = isinstance(error, SaveSkippedError) and self._expects_skip
-        self.trace(str(error))
-        self.resolver.fail(error, quietly=quietly or is_expected)
-        self._on_ended(self)
+        with self._resolving(lambda: self.resolver.fail(error, quietly=quietly or is_expected)):
+            # Before the caller can see the failure, and save again.
+            self._on_failure()
+            self._end(fate)
+            self.trace(str(error))
+
+    @contextmanager
+    def _resolving(self, resolve: Callable[[], object]) -> Iterator[None]:
+        """Ends the handle after this block, also when it raises, as logging or tracing of the program's may."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - who waits for the save must learn its outcome
+            with suppress(Exception):
+                _log.warning("%s: after its end: %r", self.handle.status().id, error)
+        finally:
+            resolve()
+            self._on_ended(self)
 
     def _end(self, fate: ArenaUse) -> None:
         self._sidecar.followed.unfollow(self._context.save)
