@@ -147,14 +147,14 @@ class CoordinatorClient:
         Raises DeadlineError naming the coordinator, or the coordinator's own error.
         """
         end = time.monotonic() + timeout_s
-        stub = getattr(self._stub, method)
 
         async def once() -> Any:
             left = max(0.05, end - time.monotonic())
             if timed:
                 request.timeout_s = left
             try:
-                response = await stub(
+                # Of the newest channel, which has the newest certificate.
+                response = await getattr(self._stub, method)(
                     request, timeout=left + (timeouts.COORDINATOR_SLACK_S if timed else 0)
                 )
             except grpc.aio.AioRpcError as error:

@@ -98,8 +98,8 @@ class Sidecar:
             upload_threads=self._upload_threads,
         )
         self._stack = AsyncExitStack()
-        self._kept: set[str] = set()
-        """Names of spool files that a restarted sidecar needs."""
+        self._kept: set[str] | None = None
+        """Names of spool files that a restarted sidecar needs; None: not known, so that all stay."""
         self._descriptors = ""
         """Name of the socket that passes descriptors of spool files, beside our own."""
         self._peer_address = ""

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from pannier.common import timeouts
@@ -62,8 +62,7 @@ def fork(run: Callable[[], int], *, on_death: signal.Signals = signal.SIGKILL) -
         on_death: what the copy gets when this process dies.
     """
     setup = child_setup(os.getpid(), on_death)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     pid = os.fork()
     if pid:
         return ChildProcess(pid)
@@ -79,9 +78,15 @@ def fork(run: Callable[[], int], *, on_death: signal.Signals = signal.SIGKILL) -
         _log.exception("process %d failed", os.getpid())
     finally:
         # Not the parent's exit handlers.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         os._exit(code)
+
+
+def _flush() -> None:
+    """Writes out what was said, where that is possible: a log's disk may be full, or its reader gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
 
 
 class Daemon:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -494,3 +495,31 @@ def test_a_sidecar_that_discards_removes_its_own_files_when_all_are_in_storage(
     assert {*spool.iterdir()} == ({*before} if stays else set()) | {spool / "another's"}
     refused = CliRunner().invoke(cli, ["sidecar", "--jobs", str(tmp_path), "--discard"])
     assert (refused.exit_code, "--jobs" in refused.output) == (2, True)
+
+
+def test_a_log_that_takes_nothing_stops_no_process() -> None:
+    code = (
+        "import sys, time\n"
+        "from pannier.supervisor.processes import fork\n"
+        "def say():\n"
+        "    try: sys.stderr.write('a line')\n"
+        "    except OSError: pass\n"
+        "    return 3\n"
+        "say()\n"
+        "child = fork(say)\n"
+        "while child.poll() is None: time.sleep(0.01)\n"
+        "print('ended with', child.poll(), flush=True)\n"
+        "import os; os._exit(0)\n"
+    )
+    environment = {k: v for k, v in clean_environment().items() if k != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            timeout=BOUND_S,
+            check=False,
+        )
+    assert done.stdout == "ended with 3\n"

@@ -123,7 +123,7 @@ def test_a_committed_save_returns_its_description(
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_who_waits_learns_the_outcome_though_what_is_told_of_it_fails(
+def test_who_waits_learns_the_outcome_though_its_log_line_fails(
     session: SidecarClient,
     sidecar: ScriptedSidecar,
     monkeypatch: pytest.MonkeyPatch,

@@ -15,7 +15,7 @@ from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.restore import host_blocks
 from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.rpc.peer_servicer import PeerServicer
-from pannier.storage import open_store
+from pannier.storage import StorageError, open_store
 from pannier.v1 import restore_pb2
 from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
@@ -175,6 +175,24 @@ def test_many_peers_get_a_block_that_is_read_once(tmp_path: Path) -> None:
             assert {*found} == {DATA[:BLOCK_BYTES], DATA[BLOCK_BYTES:]}
             assert blocks.sent == 8 * len(DATA)
             assert blocks.cache.used == 0, "each was read as often as announced"
+
+    asyncio.run(main())
+
+
+def test_a_link_to_what_may_not_be_read_here_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(DATA)
+    root = tmp_path / "root"
+    root.mkdir()
+
+    async def main() -> None:
+        async with serving(root) as blocks:
+            (root / "step-1" / "leak").symlink_to(tmp_path / "secret")
+            blocks.announce(announced(root))
+            replicas: Any = None
+            servicer = PeerServicer(blocks, replicas)
+            request = wanted(root, file="leak", readers=1)
+            with pytest.raises(StorageError, match="is not below an allowed root"):
+                [each async for each in servicer.ReadBlock(request, None)]
 
     asyncio.run(main())
 

@@ -13,6 +13,7 @@ from pannier.common import timeouts
 from pannier.sidecar import server
 from pannier.sidecar.spool import boot_clock
 from pannier.sidecar.spool.journal import FORMAT, header
+from pannier.sidecar.spool.journal_state import JournalState
 from pannier.storage import ObjectInfo, StorageError, Store, open_store
 from pannier.v1 import journal_pb2, save_pb2, sidecar_pb2
 from pannier.wire import errors, object_names
@@ -134,6 +135,25 @@ def test_what_was_ingested_is_uploaded_after_a_restart_without_trainers(host: Ho
     host.start()
     (copy,) = host.sidecar.local_copies.statuses()
     assert (copy.checkpoint_id, copy.bytes) == (context.checkpoint_id, len(data))
+
+
+def test_what_was_ingested_stays_when_the_journal_can_not_be_closed(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = os.urandom(MIB)
+    trainer, context = ingest(host, data)
+    trainer.die()
+
+    async def fail(_: JournalState, *, keep_copies: bool) -> set[str]:
+        raise StorageError("no thread for it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(JournalState, "close", fail)
+        with pytest.raises(StorageError, match="no thread for it"):
+            host.end()
+    before = len(host.coordinator.reports)
+    host.start()
+    host.coordinator.await_phase(context, DURABLE, after=before)
 
 
 @pytest.mark.parametrize("gone", [False, True])

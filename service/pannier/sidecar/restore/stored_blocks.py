@@ -13,7 +13,7 @@ from pannier.storage import Store, check_allowed, check_shared, import_store, is
 from pannier.storage.base import limited
 from pannier.storage.io_threads import setup_threads
 from pannier.wire import object_names
-from pannier.wire.errors import PannierError
+from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
 
 
 class StoredBlocks:
@@ -63,6 +63,12 @@ class StoredBlocks:
             # Another reader may have connected meanwhile.
             attempt.begin()
         store = self._stores.get(checkpoint_id)
+        if self._allow and (store is None or store.host_local):
+            # A symbolic link may lead to what isn't the job's.
+            try:
+                await setup_threads.run(check_allowed, f"{checkpoint_id}/{name}", self._allow)
+            except InvalidRequestError as error:
+                raise StorageError(str(error)) from error
         if store is None:
             store = self._stores[checkpoint_id] = self._open_store(checkpoint_id)
             self._connecting[checkpoint_id] = set()

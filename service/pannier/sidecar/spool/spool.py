@@ -289,15 +289,15 @@ class Spool:
                     path.unlink()
                     fault_points.point("sidecar.spool_file.removed")
 
-    def close(self, keep: Collection[str] = ()) -> None:
+    def close(self, keep: Collection[str] | None = ()) -> None:
         """Removes all files but those with a name in ``keep``, and unlocks the directory.
 
-        No save uses them any more.
+        No save uses them any more. None: removes none.
         """
         with self._lock:
             self._free.clear()
             for file in list(self._files):
-                if file.path.name in keep:
+                if keep is None or file.path.name in keep:
                     os.close(file.fd)
                     self._files.discard(file)
                 else:
