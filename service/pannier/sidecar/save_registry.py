@@ -27,7 +27,11 @@ from pannier.wire.object_names import data_prefix, save_text
 _log = logging.getLogger(__name__)
 
 _ENDED_KEPT: Final = 500
-"""Ended saves that are remembered: for status, reconnecting clients and late calls."""
+"""Most ended saves that are remembered: for status, reconnecting clients and late calls."""
+_ENDED_LEAST: Final = 16
+"""So many are in any case."""
+_ENDED_MEMORY: Final = 32 << 20
+"""Most bytes of memory for more of them: large saves would add up to more than all else here."""
 _PLANS_KEPT: Final = 1024
 """Plans of single ranks whose sizes are remembered, for ranks that claim them again."""
 
@@ -383,8 +387,12 @@ class SaveRegistry:
         self._ended[save.key] = save
         self._idle_since = time.monotonic()
         evicted = []
-        while len(self._ended) > _ENDED_KEPT:
+        memory = sum(each.memory for each in self._ended.values())
+        while len(self._ended) > _ENDED_KEPT or (
+            len(self._ended) > _ENDED_LEAST and memory > _ENDED_MEMORY
+        ):
             evicted.append(self._ended.popitem(last=False)[1])
+            memory -= evicted[-1].memory
         return evicted
 
     def _remember(self, rank: RankSave, sizes: dict[str, int]) -> None:

@@ -96,6 +96,21 @@ def test_only_so_many_ended_saves_are_remembered(monkeypatch: pytest.MonkeyPatch
     assert len(saves.of_rank("job", "inc", 0)) == 2
 
 
+def test_fewer_large_ended_saves_are_remembered() -> None:
+    saves = SaveRegistry()
+    forgotten: list[int] = []
+    saves.add_eviction_listener(lambda save: forgotten.append(save.id.number))
+    # About 4 MiB each.
+    ranks = [save_pb2.RankStatus(rank=rank) for rank in range(20_000)]
+    for number in range(1, 31):
+        rank = rank_save(saves, number)
+        status = save_pb2.SaveStatus(save=rank.save.id, state=save_pb2.SAVE_STATE_COMMITTED)
+        status.ranks.extend(ranks[: 20_000 if number < 21 else 1])
+        saves.apply_status(status)
+    # Sixteen stay in any case; then those stay that are small.
+    assert forgotten == [*range(1, 14)]
+
+
 def test_what_is_durable_needs_nothing_more_here_without_a_coordinator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
