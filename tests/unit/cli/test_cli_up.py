@@ -6,7 +6,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,6 +23,7 @@ from pannier.sidecar.spool.journal import Journal
 from pannier.v1 import journal_pb2, records_pb2, save_pb2
 from pannier.wire import addresses
 from pannier.wire.version import WIRE_VERSION
+from support.processes.cli import run_python
 from support.processes.daemons import clean_environment, short_directory
 from support.processes.processes import Process, python
 from support.processes.stretch import BOUND_S
@@ -498,28 +498,17 @@ def test_a_sidecar_that_discards_removes_its_own_files_when_all_are_in_storage(
 
 
 def test_a_log_that_takes_nothing_stops_no_process() -> None:
-    code = (
-        "import sys, time\n"
+    done = run_python(
+        "import os, sys\n"
         "from pannier.supervisor.processes import fork\n"
+        "sys.stderr = open('/dev/full', 'w')\n"
         "def say():\n"
-        "    try: sys.stderr.write('a line')\n"
-        "    except OSError: pass\n"
+        "    sys.stderr.write('a line')\n"
         "    return 3\n"
         "say()\n"
         "child = fork(say)\n"
-        "while child.poll() is None: time.sleep(0.01)\n"
-        "print('ended with', child.poll(), flush=True)\n"
-        "import os; os._exit(0)\n"
+        "print('ended with', os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]), flush=True)\n"
+        "os._exit(0)\n",
+        env=clean_environment(),
     )
-    environment = {k: v for k, v in clean_environment().items() if k != "PYTHONUNBUFFERED"}
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=full,
-            text=True,
-            timeout=BOUND_S,
-            check=False,
-        )
-    assert done.stdout == "ended with 3\n"
+    assert done.out == "ended with 3\n", done

@@ -947,15 +947,14 @@ def test_an_error_after_close_is_seen_at_exit_or_by_the_next_close(
         closed.unlink(missing_ok=True)
         done = run(
             sidecar,
-            "import gc, time\n"
+            "import gc\n"
             "from pannier.client import Client\n"
             "c = Client()\n"
-            "ended = []\n"
-            "c.async_save(state, checkpoint_id='/x/y').add_done_callback(ended.append)\n"
+            "handle = c.async_save(state, checkpoint_id='/x/y')\n"
             "c.close()\n"
             f"open({str(closed)!r}, 'w').close()\n"
-            "while not ended: time.sleep(0.01)\n"
-            "ended.clear()\n"
+            "assert handle.wait(60)\n"
+            "del handle\n"
             f"{after}\n"
             "gc.collect()\n",
         )

@@ -16,7 +16,15 @@ from torch.distributed.checkpoint import FileSystemReader
 from pannier.common import timeouts
 from pannier.coordinator.saves import registry
 from pannier.daemon.status_registry import StatusRegistry
-from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2, status_pb2, status_pb2_grpc
+from pannier.v1 import (
+    coordinator_pb2,
+    plan_pb2,
+    records_pb2,
+    save_pb2,
+    sidecar_pb2,
+    status_pb2,
+    status_pb2_grpc,
+)
 from pannier.wire import object_names, plan_codec
 from pannier.wire.errors import (
     InvalidRequestError,
@@ -73,9 +81,21 @@ async def plan_both(
 async def make_durable(
     sidecar: Sidecar, checkpoint_id: str, finals: list[plan_pb2.FinalPlan], number: int = 1
 ) -> None:
-    for rank, final in enumerate(finals):
-        who = context(rank, checkpoint_id, number=number)
-        await sidecar.send(report(who, final.attempt, DURABLE, receipt=receipt_of(final, rank)))
+    for each in durable(checkpoint_id, finals, number):
+        await sidecar.send(each)
+
+
+def durable(
+    checkpoint_id: str, finals: list[plan_pb2.FinalPlan], number: int = 1
+) -> list[coordinator_pb2.RankReport]:
+    return [
+        report(
+            context(rank, checkpoint_id, number=number),
+            *(final.attempt, DURABLE),
+            receipt=receipt_of(final, rank),
+        )
+        for rank, final in enumerate(finals)
+    ]
 
 
 def failures_of(error: PannierError) -> dict[int, tuple[int, str]]:
@@ -136,18 +156,10 @@ def test_a_directory_that_is_another_one_on_another_host_holds_no_checkpoint(
         async with coordinator(sockets) as client:
             here, other = [await client.attach(f"node-{rank}") for rank in (0, 1)]
             finals = await plan_both(client, str(place))
-            durable = [
-                report(
-                    context(rank, str(place)),
-                    final.attempt,
-                    DURABLE,
-                    receipt=receipt_of(final, rank),
-                )
-                for rank, final in enumerate(finals)
-            ]
-            await here.send(durable[0])
+            first, second = durable(str(place), finals)
+            await here.send(first)
             # It has written to its own directory of this name.
-            await other.send_unstored(durable[1])
+            await other.send_unstored(second)
             status = await other.await_state(context(0, str(place)).save, ABORTED)
             (failure,) = status.failures
             assert failure.kind == save_pb2.FAILURE_KIND_STORAGE

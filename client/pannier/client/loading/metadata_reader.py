@@ -9,7 +9,7 @@ import posixpath
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import crc32c
 from torch.distributed.checkpoint.metadata import Metadata
@@ -114,7 +114,6 @@ def _take_lease(
         check: raises unless what was read is whole; beside ``take``, since both wait for storage.
     """
     leases: list[read_lease.Lease] = []
-    stamps: list[str] = []
 
     def keep() -> None:
         lease = take()
@@ -126,23 +125,22 @@ def _take_lease(
         lease = leases[0] if leases else None
         # Both after the lease was written: the files of a replaced checkpoint are removed only after a look
         # for leases.
-        _together(
+        _, seen = _together(
             partial(catalog.check_not_removed, directory, attempt),
-            lambda: stamps.append(stamp if lease is None else _stamp(directory)),
+            lambda: stamp if lease is None else _stamp(directory),
         )
     except BaseException:
         for each in leases:
             each.release()
         raise
-    unchanged = stamps == [stamp]
-    if lease is not None and not unchanged:
+    if lease is not None and seen != stamp:
         lease.release()
-    return unchanged, lease
+    return seen == stamp, lease
 
 
-def _together(*calls: Callable[[], object]) -> None:
-    """Makes the calls beside each other, as each waits for storage; raises the first error when all have ended."""
-    in_parallel(lambda call: call(), calls, threads=len(calls))
+def _together(*calls: Callable[[], Any]) -> list[Any]:
+    """What the calls return, made beside each other, as each waits for storage; raises the first error when all have ended."""
+    return in_parallel(lambda call: call(), calls, threads=len(calls))
 
 
 def attempt_of(metadata: Metadata) -> str:

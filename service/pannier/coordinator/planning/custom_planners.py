@@ -7,7 +7,7 @@ is one of them. Imports torch only if there is one. CPU-bound; any thread.
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -67,24 +67,15 @@ async def in_own_thread(make: Callable[[], T]) -> T:
     """``make()`` in a thread for it alone: when a user's code hangs there, nothing waits for the thread,
     neither other plans nor the end of the process.
     """
-    loop = asyncio.get_running_loop()
-    made: asyncio.Future[T] = loop.create_future()
-
-    def settle(outcome: Callable[[], None]) -> None:
-        if not made.done():
-            outcome()
+    made: Future[T] = Future()
+    # Else a caller that is cancelled would cancel it, and the thread could not set it.
+    made.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            plan = make()
+            made.set_result(make())
         except Exception as error:  # noqa: BLE001 - raised by the caller
-            problem = error
-            outcome = lambda: made.set_exception(problem)  # noqa: E731
-        else:
-            outcome = lambda: made.set_result(plan)  # noqa: E731
-        # The loop may have ended.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, outcome)
+            made.set_exception(error)
 
     threading.Thread(target=run, name="pannier-planner", daemon=True).start()
-    return await made
+    return await asyncio.wrap_future(made)

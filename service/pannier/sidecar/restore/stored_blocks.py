@@ -63,16 +63,16 @@ class StoredBlocks:
             # Another reader may have connected meanwhile.
             attempt.begin()
         store = self._stores.get(checkpoint_id)
-        if self._allow and (store is None or store.host_local):
+        if store is None:
+            store = self._stores[checkpoint_id] = self._open_store(checkpoint_id)
+            self._connecting[checkpoint_id] = set()
+        self._used_at[checkpoint_id] = end = time.monotonic() + timeouts.BLOCK_S
+        if store.host_local:
             # A symbolic link may lead to what isn't the job's.
             try:
                 await setup_threads.run(check_allowed, f"{checkpoint_id}/{name}", self._allow)
             except InvalidRequestError as error:
                 raise StorageError(str(error)) from error
-        if store is None:
-            store = self._stores[checkpoint_id] = self._open_store(checkpoint_id)
-            self._connecting[checkpoint_id] = set()
-        self._used_at[checkpoint_id] = end = time.monotonic() + timeouts.BLOCK_S
         connecting = self._connecting.get(checkpoint_id)
         if connecting is not None:
             # Another request would wait for the same connection and credentials.
