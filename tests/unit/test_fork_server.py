@@ -81,7 +81,9 @@ def test_it_finds_what_a_new_interpreter_would(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_and_is_its_status(tmp_path: Path, number: signal.Signals) -> None:
-    started = process(tmp_path, "import time\nprint('ready')\ntime.sleep(100)\n")
+    # Not one long wait, which a signal that came just before would not end.
+    waiting = "import time\nprint('ready')\nwhile True: time.sleep(0.05)\n"
+    started = process(tmp_path, waiting)
     wait_until(lambda: "ready" in started.log(), 60)
     started.signal(number)
     assert started.wait(BOUND_S) == -number

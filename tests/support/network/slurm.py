@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -122,7 +123,10 @@ def srun(allocation: dict[str, list[str]], words: Sequence[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, kill)
-    codes = [task.wait() for task in tasks]
+    # Not one long wait, which a signal that came just before would not end.
+    while any(task.poll() is None for task in tasks):
+        time.sleep(0.05)
+    codes = [task.returncode for task in tasks]
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.environ().get(_STEP) == step:

@@ -30,7 +30,7 @@ from support.processes.stretch import BOUND_S
 
 # Appends "<name> <pid>" to a file; on SIGTERM appends "<name> stopped" and exits with 0.
 OBEDIENT = """
-import os, signal, sys
+import os, signal, sys, time
 name, diary = sys.argv[1:3]
 def note(text):
     with open(diary, "a") as file:
@@ -41,7 +41,8 @@ def stop(*_):
 signal.signal(signal.SIGTERM, stop)
 note(os.getpid())
 """
-FOREVER = OBEDIENT + "while True: signal.pause()\n"
+# Not one long wait, which a signal that came just before would not end.
+FOREVER = OBEDIENT + "while True: time.sleep(0.05)\n"
 STUBBORN = FOREVER.replace("SIGTERM, stop", "SIGTERM, signal.SIG_IGN")
 
 DRIVER = """

@@ -360,7 +360,7 @@ def test_a_trainer_always_ends_by_a_handler_that_raises(sidecar: ScriptedSidecar
 
 
 IMPATIENT = """
-import signal, sys, torch
+import signal, sys, time, torch
 from pannier.client.client import default_client
 if sys.argv[1] == "SIGTERM":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -372,7 +372,9 @@ client.async_save({"w": torch.ones(200_000)}, checkpoint_id="/x/y")
 print("saving", flush=True)
 if sys.argv[2] == "close":
     client.close()
-signal.pause()
+# Not one long wait, which a signal that came just before would not end.
+while True:
+    time.sleep(0.05)
 """
 
 
