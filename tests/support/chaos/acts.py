@@ -195,7 +195,7 @@ def expired_saves(scene: Scene) -> None:
     sidecar, link = cluster.sidecars[0], cluster.links["sidecar 0 to storage"]
     timeout_s = stretched(2.0)
     link.slow(0.05)
-    cluster.current.hurry.write_text(str(timeout_s))
+    _put(cluster.current.hurry, str(timeout_s))
     first = scene.newest() + 1
 
     def large_one_staged() -> bool:
@@ -290,10 +290,14 @@ def unreachable_storage(scene: Scene) -> None:
 
 def stop_after(cluster: Cluster, number: int, stop: Path | None = None) -> None:
     """Lets ranks end after a save."""
-    stop = stop or cluster.current.stop
-    partial = stop.with_suffix(".part")
-    partial.write_text(str(number))
-    os.replace(partial, stop)
+    _put(stop or cluster.current.stop, str(number))
+
+
+def _put(path: Path, text: str) -> None:
+    """Writes a file that ranks read at any moment."""
+    partial = path.with_suffix(".part")
+    partial.write_text(text)
+    os.replace(partial, path)
 
 
 def _release(records: Path) -> None:
