@@ -1,1 +1,1 @@
-"""Mechanisms that client and services share: waits, retries, traces, fault points. No messages."""
+"""What client and services share besides the wire: timeouts, retries, traces, locations, human-readable texts."""

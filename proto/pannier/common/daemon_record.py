@@ -1,8 +1,9 @@
-"""The record that ``pannier up`` leaves beside its sockets: whose daemons run there, and where they store.
+"""The record that ``pannier up`` writes beside its sockets: whose daemons run there, and where they store.
 
-In: the environment of ``pannier up``. Out: a file in the runtime directory, by which a trainer of
-another environment doesn't use daemons that store elsewhere, and names those of another version. Of the
-variables that decide where checkpoints go it has names and hashes, no values. Any thread.
+In: the environment of ``pannier up``. Out: a file in the runtime directory. From it a trainer with another
+environment sees that these daemons store elsewhere, and can name daemons of another version. The file has
+names and hashes of the variables that decide where checkpoints go and which are kept, but no values. Any
+thread.
 """
 
 import dataclasses
@@ -24,7 +25,8 @@ Variables = dict[str, str | None]
 
 _FILE: Final = "up.json"
 _DECISIVE: Final = re.compile(
-    r"PANNIER_(COORDINATOR|SPOOL|STORAGE_OPTIONS|ALLOW|PLANNER|KEEP\w*)"
+    r"PANNIER_(COORDINATOR|SPOOL|STORAGE_OPTIONS|ALLOW|PLANNER)"
+    r"|PANNIER_(KEEP\w*|RETENTION_PATTERN|GRACE_SUPERSEDED)"
     r"|STORAGE_EMULATOR_HOST|CLOUDSDK_CONFIG|FSSPEC_\w+"
     r"|GOOGLE_(APPLICATION_CREDENTIALS|CLOUD_PROJECT|CLOUD_QUOTA_PROJECT|CLOUD_UNIVERSE_DOMAIN)"
     r"|AWS_(ENDPOINT_URL\w*|IGNORE_CONFIGURED_ENDPOINT_URLS|(DEFAULT_)?(PROFILE|REGION)|ROLE_ARN)"
@@ -37,7 +39,7 @@ _ROTATING: Final = re.compile(r"FSSPEC_\w*(KEY|SECRET|TOKEN|PASSWORD)\w*")
 
 @dataclass(frozen=True)
 class DaemonRecord:
-    """See the module. Other versions read it: a field is only added, and with a default."""
+    """See the module. Other versions read it: fields may only be added, with a default."""
 
     variables: Variables
     """See :func:`decisive_variables`."""
@@ -107,7 +109,7 @@ def read(directory: Path) -> DaemonRecord | None:
 
 
 def decisive_variables(environment: Mapping[str, str]) -> Variables:
-    """The variables that decide where checkpoints go, as far as they are set and not empty."""
+    """The variables that decide where checkpoints go and which are kept, if they are set and not empty."""
     return {
         name: hashlib.sha256(os.fsencode(value)).hexdigest()
         for name, value in environment.items()

@@ -1,6 +1,6 @@
-"""Waits with an end: a point in time that several waits share, and a coroutine that is cut off.
+"""Deadlines: a point in time that several waits share, and a time-out for a coroutine.
 
-On the clock of ``time.monotonic()``. A :class:`Deadline` is thread-safe; :func:`within` is for an event
+Both use the clock of ``time.monotonic()``. A :class:`Deadline` is thread-safe; :func:`within` is for an event
 loop.
 """
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """``seconds`` from now; by default never."""
+    """The time ``seconds`` from now; by default never."""
 
     def __init__(self, seconds: float = math.inf) -> None:
         self._end = time.monotonic() + seconds
@@ -40,14 +40,14 @@ async def within(
     Before Python 3.12, asyncio.wait_for loses a cancellation that arrives together with the result.
 
     Args:
-        sooner: an earlier end, which may move; by time.monotonic().
+        sooner: returns an earlier end, by time.monotonic(), which may change.
 
     Raises:
         asyncio.TimeoutError
     """
     end = time.monotonic() + seconds
     task = asyncio.ensure_future(work)
-    # A caller that is cancelled doesn't take its error.
+    # A cancelled caller doesn't retrieve the task's error.
     task.add_done_callback(_retrieve)
     timely = False
     try:
@@ -80,6 +80,6 @@ async def _cancel(task: "asyncio.Future[Any]") -> None:
 
 
 def _retrieve(task: "asyncio.Future[Any]") -> None:
-    """Keeps asyncio from logging an error that no caller takes."""
+    """Keeps asyncio from logging an error that no caller retrieves."""
     if not task.cancelled():
         task.exception()

@@ -93,7 +93,7 @@ class _Armed:
             self._left -= 1
             now = self._left == 0
         if now:
-            # To this thread, which a stop of the process would not reach before its main thread runs.
+            # To this thread, so that it goes no further: a signal to the process may reach another thread first.
             signal.pthread_kill(threading.get_ident(), self._number)
 
 

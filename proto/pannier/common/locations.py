@@ -17,7 +17,7 @@ from pannier.wire.errors import InvalidRequestError
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _TYPO: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(:/|:|//)(?!/)")
-"""What a URL may have become: ``gs:/b``, ``gs:b``, ``gs//b``."""
+"""A URL with a typo: ``gs:/b``, ``gs:b``, ``gs//b``."""
 _OTHER_SCHEMES: Final = ("abfs", "abfss", "az", "hdfs", "http", "https", "s3a")
 """Schemes that a user may mean besides those of :func:`parse`; fsspec reads some of them."""
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}")
@@ -61,8 +61,8 @@ class Location:
 def absolute(place: str | os.PathLike[str]) -> str:
     """A place as a user writes it, as an absolute path or a URL without a trailing slash.
 
-    ``~`` is expanded, and the scheme of a URL may be in capitals. The result is a place of the same
-    form: the function leaves it as it is.
+    ``~`` is expanded, and the scheme of a URL may be in capitals. Idempotent: the function returns its own
+    result unchanged.
 
     Raises InvalidRequestError when it is empty, not text, names no bucket, or looks like a URL with a
     typo, which would be a directory below the working one.
@@ -175,9 +175,9 @@ class Pattern:
         return name if checkpoint_id.startswith(begin) and self.matches(name) else None
 
     def root_of(self, checkpoint_id: str) -> str | None:
-        """The root below which the pattern matches it; None: it matches no end of the id.
+        """The root below which the pattern matches the id; None: the pattern matches no suffix of it.
 
-        Raises InvalidRequestError when this is no checkpoint id.
+        Raises InvalidRequestError when ``checkpoint_id`` is not a checkpoint id.
         """
         root, name = object_names.split_checkpoint_id(checkpoint_id)
         for _ in self.segments[1:]:
@@ -197,7 +197,7 @@ class Pattern:
         return numbers[-1] if numbers else None
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """All numbers in the segments that have a wildcard, or in all if none has one; of names that match."""
+        """All numbers in the segments that have a wildcard, or in all segments if none has one; ``name`` must match."""
         pairs = list(zip(self.segments, name.split("/"), strict=True))
         varying = [each for segment, each in pairs if has_wildcard(segment)]
         found = [_NUMBER.findall(each) for each in varying or [each for _, each in pairs]]

@@ -16,7 +16,7 @@ _WIDE: Final = (
 
 
 def as_dict(value: message.Message) -> dict[str, Any]:
-    """The message; no message of ``pannier.v1`` that is shown has a map."""
+    """The message as a dict. It must have no map field; no message of ``pannier.v1`` that is shown has one."""
     fields = json_format.MessageToDict(
         value, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

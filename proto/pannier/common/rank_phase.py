@@ -1,4 +1,4 @@
-"""The order of a rank's phases, whose numbers in the proto are older than some of them.
+"""The order of a rank's phases, which is not that of their numbers in the proto.
 
 In: phases as messages carry them. Out: which of two is later. Pure.
 """
@@ -25,5 +25,5 @@ _ORDER: Final = {
 
 
 def has_reached(phase: "save_pb2.RankPhase", other: "save_pb2.RankPhase") -> bool:
-    """Whether ``phase`` is ``other`` or a later one; a phase that isn't known is the earliest."""
+    """Whether ``phase`` is ``other`` or a later one; an unknown phase counts as the earliest."""
     return _ORDER.get(phase, 0) >= _ORDER[other]

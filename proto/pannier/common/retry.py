@@ -1,4 +1,4 @@
-"""Calls that are made again after errors that may pass: one policy for blocking code and coroutines.
+"""Retries of calls after errors that may be temporary: one policy for blocking code and coroutines.
 
 In: a call. Out: its result, or the error of the last try. The pauses double from try to try and are
 random, so that callers that failed together don't come back together. Thread-safe.

@@ -3,9 +3,9 @@
 In: what saves and loads took, and the mean time between failures. Out: an :class:`Advice`, whose ``str()`` is one
 human-readable line. Pure.
 
-The model. ``async_save`` is called every ``interval``; the call keeps the training loop for ``stalled``, and what it
-took is safe after ``safe`` seconds from the call on. Failures come at random (a Poisson process), with ``mtbf`` between
-two. After one the newest safe save is loaded, which takes ``restore``, and what was trained since its call is
+The model. ``async_save`` is called every ``interval``; the call keeps the training loop for ``stalled``, and the state
+that it saved is safe ``safe`` seconds after the call. Failures come at random (a Poisson process), on average ``mtbf``
+apart. After a failure the newest safe save is loaded, which takes ``restore``, and what was trained since its call is
 repeated; saves and restores fail as well. From one safe save to the next it then takes on average
 
     mtbf * exp((restore + safe - stalled) / mtbf) * (exp(interval / mtbf) - 1)
@@ -17,7 +17,7 @@ background counts like a longer restore. So it adds to the loss at each failure,
 - J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
   Computer Systems 22 (2006)
 
-Not in it, since it can't be measured from a save: slower steps while a save is in flight, the wait of an optimizer's
+Left out, since it can't be measured from a save: slower steps while a save is in flight, the wait of an optimizer's
 step for an overlapped copy, and the time until a failure is noticed and processes are started again.
 """
 
@@ -30,7 +30,7 @@ from pannier.common.units import duration_text
 from pannier.wire.errors import InvalidRequestError
 
 RECENT: Final = 20
-"""So many of the last saves and loads are measured."""
+"""How many of the last saves and loads are used."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SaveCost:
     """What a committed save took, or the medians of several; seconds from the training loop's call on."""
 
     stalled_s: float
-    """For how long the call kept the training loop: of all ranks the longest."""
+    """How long the call kept the training loop, on the slowest rank."""
     ingested_s: float
     """Until the bytes were ingested: trainers that die later lose nothing of it."""
     durable_s: float
@@ -168,13 +168,13 @@ def expected_loss(
     """
     period = interval_s / mtbf_s
     delay = (restore_s + max(0.0, safe_s - stalled_s)) / mtbf_s
-    # Of the time, what passes between saves that are followed by no failure before they are safe.
+    # The interval divided by the average time from one safe save to the next: the share that isn't lost to failures.
     running = -period * math.exp(-delay - period) / math.expm1(-period)
     return Loss(saves=running * stalled_s / interval_s, failures=1 - running)
 
 
 def _median(values: Iterable[float]) -> float:
-    """Of an even number the lower one: of two saves the first, which starts daemons and plans, takes longer."""
+    """The lower one of an even number: of two saves the first, which starts daemons and plans, takes longer."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2]
 

@@ -25,8 +25,8 @@ PING_TIMEOUT_S: Final = 2.0 * SCALE
 PING_AGAIN_S: Final = 0.5 * SCALE
 """Pause after a ping that was not answered."""
 UNRESPONSIVE_S: Final = 5.0 * SCALE
-"""A process that was not seen for so long is unresponsive, and named; only a save's deadline
-gives it up."""
+"""A process that was not seen for so long is unresponsive, and named; a save fails because of it only
+at the save's deadline."""
 CHECK_S: Final = 1.0 * SCALE
 """Between two checks for what has no event of its own: missed heartbeats, idle daemons."""
 OBSERVER_SLACK_S: Final = 0.5 * SCALE
@@ -36,7 +36,7 @@ TRANSPORT_PING_S: Final = 1.0 * SCALE
 TRANSPORT_PING_TIMEOUT_S: Final = 3.0 * SCALE
 """Without an answer to such a ping for so long, the connection is closed."""
 
-# Until a process that went away counts as dead
+# How long a process that disconnected has to return, until it counts as dead
 
 LOAD_RETURN_S: Final = 5.0 * SCALE
 """For a rank whose stream of reports about its load broke to report again."""
@@ -65,16 +65,16 @@ STREAMS_BATCH_S: Final = 0.02 * SCALE
 REPORT_COUNTS_S: Final = 5.0 * SCALE
 """A report about a trainer counts this long; sidecars send one every second or so."""
 
-# How long what ended is remembered
+# How long ended or disconnected things are remembered
 
 DEAD_TRAINER_KEPT_S: Final = 600.0 * SCALE
-"""A dead trainer is reported to the coordinator: other ranks may wait for it."""
+"""A dead trainer, in reports to the coordinator: other ranks may wait for it."""
 SIDECAR_KEPT_S: Final = 3600.0 * SCALE
 """A disconnected sidecar."""
 ENDED_SAVE_KEPT_S: Final = 3600.0 * SCALE
 """A save that ended, at the coordinator."""
 LOAD_LOST_S: Final = 30.0 * SCALE
-"""A rank of a load that no sidecar reports for so long counts as lost, at the coordinator."""
+"""A rank of a load, at the coordinator: one that no sidecar reports for so long counts as lost."""
 ENDED_LOAD_KEPT_S: Final = 3600.0 * SCALE
 """A load that ended, at each daemon."""
 SPOOL_FILE_KEPT_S: Final = 60.0 * SCALE
@@ -90,6 +90,10 @@ CONNECT_S: Final = 3.0 * SCALE
 """For a sidecar to answer before it counts as unreachable."""
 EMBEDDED_CONNECT_S: Final = 15.0 * SCALE
 """The same for embedded daemons, which may just be starting on a busy machine."""
+CONNECT_AGAIN_S: Final = 0.05 * SCALE
+"""First pause before a trainer connects to its sidecar again; then it doubles."""
+CONNECT_LONGEST_AGAIN_S: Final = 1.0 * SCALE
+"""Longest such pause."""
 DISCONNECT_S: Final = 1.0 * SCALE
 """For the calls that announce the end of the connection or of staging memory."""
 RECONNECT_S: Final = 10.0 * SCALE
@@ -98,12 +102,22 @@ EMBEDDED_RESTART_S: Final = 40.0 * SCALE
 """The same for embedded daemons, which are started again."""
 CALL_S: Final = 30.0 * SCALE
 """One try of a call for which the sidecar waits for no other process."""
+CALL_AGAIN_S: Final = 0.1 * SCALE
+"""First pause before a call is repeated because the sidecar can't be reached; then it doubles."""
+CALL_LONGEST_AGAIN_S: Final = 1.0 * SCALE
+"""Longest such pause."""
 ANSWER_SLACK_S: Final = 5.0 * SCALE
 """Left to the daemon to report its own time-out, with the ranks that it waited for."""
 COORDINATOR_SLACK_S: Final = 2.5 * SCALE
 """The same, left to the coordinator by a sidecar."""
 BEGIN_S: Final = 60.0 * SCALE
 """For storage to answer when a save that torch plans is opened."""
+TRAINER_FAIL_S: Final = 5.0 * SCALE
+"""For the sidecar to take the report that a rank skips or fails a save."""
+HAND_OVER_S: Final = 300.0 * SCALE
+"""For the sidecar to take a rank's hand-over, unless the save has a deadline."""
+SEND_S: Final = 3600.0 * SCALE
+"""For the sidecar to take a data file, unless the save has a deadline."""
 FAIL_S: Final = 2.0 * SCALE
 """For the coordinator to take a failure by a call; otherwise it goes with the reports."""
 WAIT_WARNING_S: Final = 2.0 * SCALE
@@ -143,33 +157,36 @@ LOCATE_S: Final = 5.0 * SCALE
 """For a sidecar to answer a load which files it has; afterwards the load reads from storage."""
 
 LOAD_REPORT_BEGIN_S: Final = 0.5 * SCALE
-"""Until a load is first reported: of a shorter one its end alone."""
+"""Until a load is first reported; a shorter load reports only its end."""
 LOAD_REPORT_S: Final = 1.0 * SCALE
 """Between two reports of a running load."""
 LOAD_REPORT_AGAIN_S: Final = 0.2 * SCALE
-"""First pause after a stream of reports that broke; then it doubles, up to LOAD_REPORT_S."""
+"""First pause after a stream of reports broke; then it doubles, up to LOAD_REPORT_S."""
 LOAD_REPORT_END_S: Final = 0.25 * SCALE
-"""How long a load that has ended waits for the sidecar to take that report."""
+"""How long a load that has ended waits for the sidecar to take its last report."""
 LOAD_REPORT_LAST_S: Final = 10.0 * SCALE
-"""How long after it that report is tried in the background."""
+"""How long after the load's end its last report is tried in the background."""
 FETCH_POLL_S: Final = 0.25 * SCALE
 """Between two looks whether a block that a load waits for is still on its way."""
 FETCH_STALL_S: Final = 3.0 * SCALE
-"""A sidecar that shows no sign of life for so long while it fetches blocks: they are read from storage, too."""
+"""After so long without a sign of life from a sidecar that fetches blocks, they are also read from storage."""
 FETCH_SLOW_S: Final = 30.0 * SCALE
-"""The same for one block, from a sidecar that does."""
+"""After so long a block is also read from storage though its sidecar shows signs of life."""
 FETCH_LAST_S: Final = 60.0 * SCALE
-"""For such a block, when storage can't be read either."""
+"""How long such a block is still awaited when storage can't be read either."""
 STORED_STALL_S: Final = 2.0 * SCALE
 """Shortest time after which a rank's read of storage is made a second time."""
 STORED_FIRST_STALL_S: Final = 10.0 * SCALE
-"""The same as long as the usual time of reads of like sizes isn't known."""
+"""The same while the usual time of reads of like sizes isn't known yet."""
 FETCH_CLOSE_S: Final = 2.0 * SCALE
 """For the stream of fetched blocks to end with its load."""
 LOAD_S: Final = 600.0 * SCALE
-"""For another rank of a load, as long as it shows no progress; unless the caller gives a time."""
+"""How long a load waits for a rank that shows no progress, unless the caller gives a time."""
+DIRECTORY_CACHED_S: Final = 75.0 * SCALE
+"""For files of other hosts to show in a shared directory: by default a client of NFS remembers for up to 60 s
+that a file was missing (``acdirmax`` in nfs(5))."""
 LOAD_REJOIN_S: Final = 5.0 * SCALE
-"""For the other ranks to load again, of a rank that comes to a load that they have given up."""
+"""How long a rank that comes to a load which the others gave up waits for them to load again."""
 WAIT_LOOK_S: Final = 1.0 * SCALE
 """First pause between two looks which ranks of a load are missing."""
 WAIT_LONGEST_LOOK_S: Final = 10.0 * SCALE
@@ -184,17 +201,19 @@ LATEST_S: Final = 60.0 * SCALE
 INGESTED_S: Final = 600.0 * SCALE
 """For saves that an earlier start left ingested to be committed; unless the caller gives a time."""
 INGESTED_POLL_S: Final = 0.5 * SCALE
-"""Between two looks whether they are."""
+"""Between two looks whether these saves are committed."""
 INGESTED_SIGN_S: Final = 20.0 * SCALE
-"""Such a save of which no sidecar of the host knows, and nothing new came to storage for so long, is
+"""An ingested save that no sidecar of the host knows, and of which nothing new came to storage for so long, is
 given up: its daemons may just be starting."""
 INGESTED_COMMIT_S: Final = 5.0 * SCALE
 """For a coordinator to commit a save whose receipts are all in storage."""
+INGESTED_RECOVER_S: Final = 1.0 * SCALE
+"""Least time for ``pannier recover`` to commit such a save, also at the end of the wait."""
 
 # The sidecar's ingest and spool
 
 WRITE_TURN_S: Final = 4.0 * SCALE
-"""After this wait a stream is read all the same: trainers that don't send must not block
+"""A stream that has waited for its turn for so long is read without one: trainers that don't send must not block
 others."""
 WRITE_IDLE_S: Final = 30.0 * SCALE
 """A Write stream that sends nothing for so long is ended: it may hold space in the spool. A
@@ -202,11 +221,11 @@ client that was stopped meanwhile goes on with another stream."""
 WRITE_HEADER_S: Final = 10.0 * SCALE
 """The same for one that hasn't sent its header."""
 DESCRIPTORS_FETCH_S: Final = 30.0 * SCALE
-"""A lease, or what a load may open, ends when its descriptors weren't fetched within this time."""
+"""A lease, or an offer of files to a load, ends when its descriptors weren't fetched within this time."""
 DESCRIPTORS_SEND_S: Final = 2.0 * SCALE
 """For a client to take the descriptors that it asked for."""
 ACCEPT_AGAIN_S: Final = 0.1 * SCALE
-"""After a connection that could not be accepted."""
+"""Pause after a connection that could not be accepted."""
 FILE_RELEASE_S: Final = 10.0 * SCALE
 """How long a file may stay in use after its save has ended: uploads are cancelled meanwhile."""
 LEAVE_S: Final = 1.0 * SCALE
@@ -235,7 +254,7 @@ change."""
 RECEIPTS_S: Final = 10.0 * SCALE
 """For storage to list receipts, or to show decisions."""
 RECEIPT_S: Final = 0.05 * SCALE
-"""On top, for each receipt that may have to be read."""
+"""Added to RECEIPTS_S for each receipt that may have to be read."""
 STEP_AGAIN_S: Final = 0.2 * SCALE
 """First pause between tries of a step that storage must answer."""
 STEP_LONGEST_AGAIN_S: Final = 5.0 * SCALE
@@ -245,11 +264,11 @@ MANIFEST_SHOWN_S: Final = 10.0 * SCALE
 REMOVE_AGAIN_S: Final = (3.0 * SCALE, 30.0 * SCALE)
 """Pauses after an abort before its objects are removed once more."""
 SWEEP_AGAIN_S: Final = 60.0 * SCALE
-"""After a sweep of superseded attempts that failed."""
+"""Pause after a sweep of superseded attempts that failed."""
 TASK_CANCEL_S: Final = 0.5 * SCALE
 """Between two cancellations of a task that has not ended."""
 DECIDING_S: Final = 2.0 * SCALE
-"""After SIGTERM: for decisions that are being written."""
+"""How long a coordinator waits after SIGTERM for decisions that are being written."""
 FIRST_TRAINER_S: Final = 60.0 * SCALE
 """Shortest idle time before the first trainer: its host may only be starting its sidecar."""
 STATUS_REFRESH_S: Final = 1.0 * SCALE
@@ -281,7 +300,7 @@ UPLOAD_CLEAN_UP_S: Final = 5.0 * SCALE
 LOCK_AGAIN_S: Final = 0.005 * SCALE
 """Between two tries to lock a file of a local store."""
 WALK_S: Final = 3600.0 * SCALE
-"""At least, for calls of a local store that take longer in larger directories."""
+"""Least time-out of calls of a local store that take longer in larger directories."""
 IO_THREAD_IDLE_S: Final = 10.0 * SCALE
 """A thread for blocking calls that has had nothing to do for so long ends."""
 HUNG_CALL_S: Final = 5.0 * SCALE
@@ -295,22 +314,22 @@ BLOCK_STALL_S: Final = 1.0 * SCALE
 """Shortest time after which a block is also requested from the next source, and for which a peer may send
 nothing."""
 BLOCK_FIRST_STALL_S: Final = 4.0 * SCALE
-"""The same for storage, as long as the usual time of its blocks isn't known, and for a peer that has yet
+"""The same for storage, while the usual time of its blocks isn't known yet, and for a peer that has yet
 to be connected to."""
 BLOCK_SLOW_S: Final = 15.0 * SCALE
 """Shortest such time for a peer that shows that it is alive."""
 BLOCK_S: Final = 120.0 * SCALE
 """For one source to send a block, retries included."""
 BLOCK_ROOM_S: Final = 1.0 * SCALE
-"""How long a block is kept for readers that are to come, while others need its room."""
+"""How long a block is kept after its last use for readers that are still to come, while others need its room."""
 BLOCK_FULL_S: Final = 30.0 * SCALE
 """For a rank to release a block when all of the memory is mapped; afterwards requests for more fail."""
 BLOCKS_KEPT_S: Final = 10.0 * SCALE
-"""After the last rank of a host has finished its load: for other hosts."""
+"""How long blocks are kept for other hosts after the last rank of this host has finished its load."""
 BLOCK_SEND_S: Final = 30.0 * SCALE
 """For a peer to receive a block."""
 STORE_KEPT_S: Final = 60.0 * SCALE
-"""A connection to storage, or to a peer, that loads don't use any more."""
+"""How long a connection to storage, or to a peer, is kept after the last load that used it."""
 PEER_AVOIDED_S: Final = 10.0 * SCALE
 """A peer that failed or stalled isn't asked for so long."""
 LOAD_KNOWN_S: Final = 900.0 * SCALE
@@ -356,19 +375,21 @@ DAEMONS_START_S: Final = 30.0 * SCALE
 DAEMONS_STOP_S: Final = 60.0 * SCALE
 """How long ``pannier down`` waits for the daemons' exit."""
 DAEMONS_START_POLL_S: Final = 0.02 * SCALE
-"""Between two looks whether they have."""
+"""Between two looks whether embedded daemons have started."""
+DAEMON_ACCEPT_S: Final = 1.0 * SCALE
+"""For the socket of an embedded daemon to accept a connection; otherwise the daemon counts as not running."""
 DAEMONS_STATUS_POLL_S: Final = 0.2 * SCALE
-"""Between two looks at what they still do, where they can't outlive the trainer."""
+"""Between two looks at what embedded daemons still do, where they can't outlive the trainer."""
 STATUS_CALL_S: Final = 10.0 * SCALE
 """For the status call of a daemon."""
 HOST_DAEMONS_IDLE_S: Final = 300.0 * SCALE
 """The embedded daemons of a host exit after an idle time of this length."""
 JOB_DAEMONS_IDLE_S: Final = 60.0 * SCALE
-"""The same for those of one start of a job on several hosts, which no later start uses."""
+"""The same for the daemons of one start of a job on several hosts."""
 LEADER_S: Final = 10.0 * SCALE
 """For rank 0 to become the leader, and for a rank on another host to report itself."""
 COORDINATOR_START_S: Final = 60.0 * SCALE
-"""For a coordinator to listen after its sidecar: it imports torch."""
+"""For a coordinator to listen after its sidecar: with --planner it imports torch."""
 COORDINATOR_REACH_S: Final = 5.0 * SCALE
 """For a reachable coordinator to answer."""
 STORE_POLL_S: Final = 0.02 * SCALE
@@ -399,7 +420,7 @@ JOB_KILL_S: Final = 5.0 * SCALE
 JOB_RESTART_S: Final = 10.0 * SCALE
 """A sidecar's time to exit when it is to be started again with other settings."""
 JOB_START_S: Final = 600.0 * SCALE
-"""A job's sidecar that recovers its spool holds the node's readiness up for so long."""
+"""How long a job's sidecar that recovers its spool may delay the node's readiness."""
 SUPERVISOR_REPORT_S: Final = 20.0 * SCALE
 """The supervisor reports every second: without a report for so long it is stuck."""
 REFUSALS_LOG_S: Final = 10.0 * SCALE
@@ -424,8 +445,8 @@ DOCTOR_S: Final = 20.0 * SCALE
 DOCTOR_LONGEST_S: Final = 120.0 * SCALE
 """Longest that may be given."""
 DOCTOR_SIDECAR_S: Final = 10.0 * SCALE
-"""For both daemons' answers to a sidecar, on top of what storage may take."""
+"""For the coordinator's answer to a sidecar, on top of the time that storage may take."""
 DOCTOR_GATEWAY_S: Final = 15.0 * SCALE
-"""The same for those of a job to the gateway."""
+"""The same for the answers of the jobs' sidecars to the gateway."""
 DOCTOR_ALL_S: Final = 30.0 * SCALE
-"""The same for all answers to the command."""
+"""The same for a daemon's answer to the command."""

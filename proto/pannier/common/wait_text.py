@@ -48,7 +48,7 @@ def waiting_on(awaited: Iterable[Awaited], *, deadline_s: float = 0) -> save_pb2
 
 
 def set_times(out: save_pb2.RankStatus, reached: Mapping[int, float], start: float) -> None:
-    """Sets the time that a rank took to each phase; a phase that wasn't observed keeps its report.
+    """Sets the time that a rank took to each phase; a phase that wasn't observed keeps the reported time.
 
     Args:
         reached: when it reached a phase, by ``RankPhase``, on the monotonic clock.
@@ -70,7 +70,7 @@ _TIMES: Final = (
     (save_pb2.RANK_PHASE_STREAMING, "staged_s"),
     (save_pb2.RANK_PHASE_PLANNED, "planned_s"),
 )
-"""The last one first."""
+"""The last phase first."""
 
 
 def _where(host: str, group: list[Awaited]) -> str:

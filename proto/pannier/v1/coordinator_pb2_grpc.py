@@ -68,7 +68,8 @@ class CoordinatorServicer(object):
     """
 
     def Plan(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """As in Sidecar, from which these four are forwarded.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

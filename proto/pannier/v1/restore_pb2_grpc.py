@@ -63,16 +63,16 @@ class RestoreServicer(object):
         """Which of an attempt's data files lie in this host's spool, as they were committed.
         Their descriptors are passed over the socket that `descriptors` names. They are
         opened read-only. A process of the sidecar's user, or root, could open them again for
-        writing, as it could the spool's files themselves: the reader checks the bytes. The attempt's name, which only `.metadata` and its records have,
-        stands for the right to read it.
+        writing, as it could the spool's files themselves: the reader checks the bytes.
+        Knowing the attempt's name, which only `.metadata` and its records have, counts as the right to
+        read its files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request_iterator, context):
-        """One per rank and load. Blocks that lie neither in this host's spool nor are needed by
-        one rank alone: the sidecar fetches each once for all ranks of its host, from a
+        """One per rank and load. For blocks that the restore plan has each host fetch once: the sidecar fetches each once for all ranks of its host, from a
         peer's spool, from the host that owns it, or from storage, into memory that the ranks
         map. The first response is `memory`, and one `block` answers each request, in any
         order. The stream's end releases all its blocks.
@@ -83,7 +83,8 @@ class RestoreServicer(object):
 
     def Report(self, request_iterator, context):
         """Reports a rank's load, for operators: at its begin, every second, and at its end. A
-        stream that ends before means that the rank's process is dead, unless it returns at once.
+        stream that ends before means that the rank's process is dead, unless the rank opens another
+        stream at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

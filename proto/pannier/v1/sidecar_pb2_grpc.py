@@ -147,7 +147,7 @@ class SidecarServicer(object):
     def HandOver(self, request, context):
         """Reports that all of the rank's files are in the spool and sealed; returns once
         that is journalled: the rank is ingested, or, by a claim that isn't confirmed yet,
-        handed over. Another one with the plan's id then replaces the claim.
+        handed over. A second HandOver with the plan's id then replaces the claim.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

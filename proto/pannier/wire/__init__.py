@@ -1,4 +1,4 @@
-"""What client and services share: the meaning of the messages in ``pannier.v1``.
+"""What both ends of a connection must agree on besides the messages of ``pannier.v1``: names, codecs, errors, limits.
 
-Only :mod:`pannier.wire.plan_codec` imports torch; daemons do without it.
+Only :mod:`pannier.wire.plan_codec` imports torch; the sidecar never imports that module.
 """

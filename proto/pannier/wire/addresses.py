@@ -110,7 +110,7 @@ def usual_dirs() -> list[Path]:
 
 
 def _usual_dir() -> Path:
-    """Without the wire version at its end."""
+    """The usual runtime directory, without the wire version at its end."""
     return Path(f"/tmp/pannier-{os.getuid()}-v")
 
 

@@ -132,7 +132,7 @@ def find_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 
 
 def file_stamp(path: Path) -> tuple[int, ...] | None:
-    """What changes with the file's content, whether written or replaced; None: it can't be read."""
+    """A value that changes when the file is written or replaced; None: it can't be read."""
     try:
         found = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The messages of a ``Write`` stream, without copies under the GIL, and the checksum of their whole.
+"""Codec of the messages of a ``Write`` stream, without copies under the GIL; checksums of whole files and their blocks.
 
 protobuf would copy the payload twice while holding the GIL. The encoder here allocates an
 uninitialised ``bytes`` of the final length and moves a hand-made prefix and the payload in with
@@ -23,12 +23,12 @@ from pannier.wire.errors import InvalidRequestError
 CHUNK_BYTES: Final = 2 << 20
 """Payload of one message: each costs both ends several switches between threads, and fresh pages if it is larger."""
 REPLICA_CHUNK_BYTES: Final = 1 << 20
-"""Of one message between sidecars, which protobuf encodes, and a limit of their rate may hold up."""
+"""Payload of one message between sidecars. Smaller, since protobuf encodes it, and a rate limit delays it as a whole."""
 MAX_MESSAGE_BYTES: Final = 256 << 20
 """Limit of any message (a global plan at thousands of ranks is the largest)."""
 
 BLOCK_BYTES: Final = 8 << 20
-"""Of the blocks of a data file that have a checksum each, where they are written; readers go by the receipt."""
+"""Size of the blocks of a data file that have a checksum each, in new receipts; readers use the receipt's own size."""
 
 _HEADER = 1 << 3 | 2
 _OFFSET = 2 << 3 | 0
@@ -161,9 +161,9 @@ def _applied(tables: _Tables, crc: int) -> int:
 
 @functools.cache
 def _zeros(power: int) -> _Tables:
-    """Effect of 2^power appended bytes on the checksum before them, by byte of that checksum.
+    """How 2^power appended zero bytes change the checksum before them: a table for each byte of that checksum.
 
-    crc32c is linear: it is the effect of zeros, less their own contribution.
+    crc32c is linear: the change is the checksum with the zeros, less the zeros' own contribution.
     """
     if power:
         half = _zeros(power - 1)
@@ -223,7 +223,7 @@ class RunningChecksums:
         self._blocks = array("I")
 
     def add(self, data: memoryview) -> None:
-        """The bytes that follow."""
+        """Adds the bytes that follow."""
         start = 0
         while start < len(data):
             piece = data[start : start + BLOCK_BYTES - self.size % BLOCK_BYTES]
@@ -235,7 +235,7 @@ class RunningChecksums:
                 self._block = 0
 
     def of(self, start: int, end: int) -> int:
-        """Of the bytes from ``start`` to ``end``: where a block begins or ends, or all bytes so far."""
+        """The checksum of the bytes from ``start`` to ``end``: boundaries of blocks, or the end of all bytes so far."""
         crc = 0
         for at in range(start, end, BLOCK_BYTES):
             number, length = at // BLOCK_BYTES, min(BLOCK_BYTES, end - at)
@@ -244,7 +244,7 @@ class RunningChecksums:
         return crc
 
     def result(self) -> Checksums:
-        """Of all bytes so far."""
+        """The checksums of all bytes so far."""
         blocks = tuple(self._blocks)
         if self.size % BLOCK_BYTES:
             blocks = (*blocks, self._block)

@@ -55,7 +55,7 @@ _CONNECTION_PROBLEMS: Final = (
         "the connection broke (did the daemon end?)",
     ),
 )
-"""What gRPC and the kernel say of a connection, in lower case, and what it means; the first that fits."""
+"""Patterns of texts of gRPC and the kernel about a connection, in lower case, and their meaning; the first match counts."""
 
 
 class PannierError(Exception):

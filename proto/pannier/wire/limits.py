@@ -88,7 +88,7 @@ def check_context(context: sidecar_pb2.SaveContext) -> None:
 
 
 def check_metrics(metrics: Mapping[str, float]) -> None:
-    """The number of metrics, and their names, which appear in decisions and tables."""
+    """Checks the number of metrics, and their names, which appear in decisions and tables."""
     _at_most(len(metrics), MAX_METRICS, "metrics")
     for name in metrics:
         if not (isinstance(name, str) and 0 < len(name) <= MAX_WORD and name.isprintable()):
@@ -99,7 +99,7 @@ def check_metrics(metrics: Mapping[str, float]) -> None:
 
 
 def check_extra_names(names: Collection[str]) -> None:
-    """The number of extra files, and their names, of which none may be the directory of another."""
+    """Checks the number of extra files, and their names, of which none may be the directory of another."""
     _at_most(len(names), MAX_EXTRA_FILES, "extra files of a rank")
     for name in names:
         object_names.check_extra_name(name)
@@ -108,13 +108,13 @@ def check_extra_names(names: Collection[str]) -> None:
 
 
 def check_extra_files(receipt: records_pb2.Receipt) -> None:
-    """The extra files in a rank's receipt, whose bytes lie in one data file of it."""
+    """Checks the extra files in a rank's receipt, whose bytes lie in one of its data files."""
     extra, own = receipt.extra_files, object_names.extra_file(receipt.attempt, receipt.rank)
     check_extra_names([each.name for each in extra])
     sizes = {file.name: file.size for file in receipt.files if file.name == own}
     _at_most(sizes.get(own, 0), MAX_EXTRA_BYTES, "bytes of a rank's extra files")
     places = [(each.file, each.offset, each.size) for each in extra if each.size]
-    # One after another, so that they are all of the file.
+    # They follow one another and fill the file.
     ends = itertools.accumulate((size for *_, size in places), initial=0)
     expected = [(own, end, size) for end, (*_, size) in zip(ends, places, strict=False)]
     if places != expected or sum(size for *_, size in places) != sizes.get(own, 0):
@@ -141,7 +141,7 @@ def check_room(undecided: Collection[save_pb2.SaveId], new: save_pb2.SaveId) -> 
 
 
 def check_host(host: str) -> None:
-    """A host's name, which appears in logs and errors."""
+    """Checks a host's name, which appears in logs and errors."""
     if len(host) > MAX_HOST or not host.isprintable():
         raise InvalidRequestError(
             f"the host name {host[:MAX_HOST]!r} has {len(host)} characters: at most {MAX_HOST} are "
@@ -150,7 +150,7 @@ def check_host(host: str) -> None:
 
 
 def check_words(**words: str) -> None:
-    """Short texts, by field name."""
+    """Checks short texts, by field name."""
     for name, word in words.items():
         if len(word) > MAX_WORD:
             raise InvalidRequestError(
@@ -160,7 +160,7 @@ def check_words(**words: str) -> None:
 
 
 def check_plan(request: sidecar_pb2.PlanRequest) -> None:
-    """The sizes in a local plan, its digest and its deadlines."""
+    """Checks the sizes in a local plan, its digest and its deadlines."""
     plan = request.plan
     _check_items(plan.items, MAX_ITEMS, "items of a rank's plan")
     for column in (plan.head, plan.body, plan.tail):
@@ -170,7 +170,7 @@ def check_plan(request: sidecar_pb2.PlanRequest) -> None:
 
 
 def check_claim(claim: sidecar_pb2.CachedPlanClaim) -> None:
-    """The sizes in a claim, which names at least a plan and a digest."""
+    """Checks the sizes in a claim, which names at least a plan and a digest."""
     if not (claim.plan_id and claim.digest):
         raise InvalidRequestError("a cached-plan claim has no plan id or no digest")
     check_words(plan_id=claim.plan_id, digest=claim.digest, attempt=claim.attempt)
@@ -179,7 +179,7 @@ def check_claim(claim: sidecar_pb2.CachedPlanClaim) -> None:
 
 
 def check_metadata(metadata: plan_pb2.GlobalMetadata) -> None:
-    """The sizes in a global plan that torch made."""
+    """Checks the sizes in a global plan that torch made."""
     _check_items(metadata.items, MAX_ALL_ITEMS, "items of a global plan")
     place = metadata.placement
     for column in (place.file, place.offset, place.length):
@@ -188,7 +188,7 @@ def check_metadata(metadata: plan_pb2.GlobalMetadata) -> None:
 
 
 def check_hand_over(request: sidecar_pb2.HandOverRequest) -> None:
-    """The sizes in a hand-over."""
+    """Checks the sizes in a hand-over."""
     _at_most(len(request.files), MAX_FILES, "data files of a rank")
     _at_most(len(request.varying), MAX_ITEMS, "items of a rank's plan")
     _at_most(len(request.mapped), MAX_FILES, "mapped files of a rank")
@@ -200,7 +200,7 @@ def check_hand_over(request: sidecar_pb2.HandOverRequest) -> None:
 
 
 def check_reserve(request: sidecar_pb2.ReserveRequest) -> None:
-    """The sizes in a request for spool files."""
+    """Checks the sizes in a request for spool files."""
     check_words(client=request.client)
     _at_most(len(request.sizes), MAX_FILES, "spool files in one request")
     if not request.sizes or min(request.sizes) < 1:
@@ -210,13 +210,13 @@ def check_reserve(request: sidecar_pb2.ReserveRequest) -> None:
 
 
 def check_release(request: sidecar_pb2.ReleaseRequest) -> None:
-    """The sizes in a return of spool files."""
+    """Checks the sizes in a return of spool files."""
     check_words(client=request.client)
     _at_most(len(request.spool_files), MAX_SPOOL_FILES, "returned spool files in one request")
 
 
 def check_locate(request: restore_pb2.LocateRequest) -> None:
-    """The sizes in a load's question for data files."""
+    """Checks the sizes in a load's question for data files."""
     check_words(attempt=request.attempt)
     _at_most(len(request.files), MAX_LOCATED, "files of one checkpoint")
     check_words(load=request.load)
@@ -224,9 +224,9 @@ def check_locate(request: restore_pb2.LocateRequest) -> None:
 
 
 def check_fetch_start(start: restore_pb2.FetchStart) -> None:
-    """The sizes in the first message of a load's stream, which names its load.
+    """Checks the sizes in the first message of a load's stream, which names its load.
 
-    What Pannier didn't write has no attempt.
+    A checkpoint that Pannier didn't write has no attempt.
     """
     if not start.load:
         raise InvalidRequestError("a load that fetches blocks has no id")
@@ -240,12 +240,12 @@ def check_fetch_start(start: restore_pb2.FetchStart) -> None:
 
 
 def check_fetch_files(files: restore_pb2.FetchFiles, known: int) -> None:
-    """The number of files of a load's stream; ``known``: those of earlier messages."""
+    """Checks the number of files of a load's stream; ``known``: those of earlier messages."""
     _at_most(known + len(files.files), MAX_LOCATED, "files of one checkpoint")
 
 
 def check_read_block(request: restore_pb2.ReadBlockRequest) -> None:
-    """The sizes in a peer's request for a block."""
+    """Checks the sizes in a peer's request for a block."""
     if not (request.load and request.file):
         raise InvalidRequestError("a request for a block names no load, or no file")
     check_words(load=request.load, attempt=request.attempt)
@@ -255,7 +255,7 @@ def check_read_block(request: restore_pb2.ReadBlockRequest) -> None:
 
 
 def check_replica(start: restore_pb2.ReplicaStart) -> None:
-    """The save, attempt and files of a rank that another host sends: what it writes to storage if it takes over."""
+    """Checks the save, attempt and files of a rank that another host sends, which this host uploads if it takes over."""
     check_context(start.context)
     check_host(start.host)
     check_words(attempt=start.receipt.attempt, plan_id=start.receipt.plan_id)
@@ -289,7 +289,7 @@ def check_replica(start: restore_pb2.ReplicaStart) -> None:
 
 
 def check_load_report(report: load_status_pb2.LoadReport) -> None:
-    """The sizes in a report of a load, and its names, which appear in tables and logs."""
+    """Checks the sizes in a report of a load, and its names, which appear in tables and logs."""
     status = report.status
     if not (report.call and report.group):
         raise InvalidRequestError("a load's report names no call or no group")
@@ -308,7 +308,7 @@ def check_load_report(report: load_status_pb2.LoadReport) -> None:
 
 
 def check_connect(request: sidecar_pb2.ConnectRequest) -> None:
-    """The sizes in a client's first call."""
+    """Checks the sizes in a client's first call."""
     check_host(request.host)
     check_words(client=request.client, client_version=request.client_version)
     _at_most(len(request.pending), MAX_PENDING, "unfinished saves of a client")
@@ -318,7 +318,7 @@ def check_connect(request: sidecar_pb2.ConnectRequest) -> None:
 
 
 def check_seconds(**timeouts: float) -> None:
-    """Remaining times, by field name; 0: unknown."""
+    """Checks remaining times, by field name; 0: unknown."""
     for name, seconds in timeouts.items():
         if not (math.isfinite(seconds) and 0 <= seconds <= MAX_TIMEOUT_S):
             raise InvalidRequestError(

@@ -122,9 +122,9 @@ def order_key(attempt: Attempt, began: float | None = None) -> tuple[float, str,
     """Sort key of an attempt among others; a greater one is newer.
 
     Args:
-        began: when its incarnation wrote its first manifest, by the store's clock; None: all attempts are
-            of checkpoints in one directory. Incarnations are numbered in the directory that has the
-            checkpoint: so their numbers don't order checkpoints of several. The key has it for all
+        began: when its incarnation wrote its first manifest, by the store's clock; None: all compared attempts
+            are of checkpoints in one directory. Each directory numbers incarnations separately, so their
+            numbers don't order checkpoints of several directories. It must be given for all
             attempts that are compared, or for none.
     """
     if began is None:

@@ -1,8 +1,8 @@
 """DCP's plans and metadata <-> the columns of ``plan.proto``.
 
 In: torch's ``WriteItem``s, flatten mappings and ``Metadata``. Out: messages, and the
-same objects back again. Pure functions; any thread. It needs torch: the sidecar never
-imports it, the coordinator only for plans that torch's own objects must be made of.
+same objects back again. Pure functions; any thread. This module needs torch: the sidecar never
+imports it, the coordinator only for plans that need torch's own objects.
 """
 
 import dataclasses

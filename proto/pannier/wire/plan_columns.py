@@ -1,4 +1,4 @@
-"""Fields of ``plan.proto`` that are bytes, without torch and numpy.
+"""Codec of the ``bytes`` fields of ``plan.proto``, without torch and numpy.
 
 Columns: numbers <-> raw little-endian arrays of the narrowest width that holds them. In: sequences of
 integers from 0 to 2^64 - 1. Out: ``bytes``; and the integers again. The coordinator, which plans on
@@ -23,7 +23,7 @@ _CODES: Final = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 def encode_column(values: Sequence[int]) -> bytes:
-    """Raises OverflowError for a number out of range, TypeError for what is no integer."""
+    """The column of ``values``. Raises OverflowError for a number out of range, TypeError for what is no integer."""
     if not len(values):
         return b""
     width = width_of(max(values))

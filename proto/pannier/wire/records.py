@@ -29,9 +29,9 @@ def parse_decision(
     """The decision of an attempt.
 
     Args:
-        attempt: whose it is, by its name in storage.
+        attempt: the attempt that the object belongs to, by its name in storage.
         where: the object's name, for errors.
-        save: whose attempt it is, when the caller knows its job, too.
+        save: the attempt's save, if the caller also knows its job.
 
     Raises IntegrityError when it is damaged, or another attempt's or save's.
     """

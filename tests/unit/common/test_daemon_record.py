@@ -24,7 +24,8 @@ from pannier.wire.version import WIRE_VERSION, package_version
             "AWS_WEB_IDENTITY_TOKEN_FILE",
         ),
         *("FSSPEC_S3_ENDPOINT_URL", "PANNIER_SPOOL", "PANNIER_STORAGE_OPTIONS", "PANNIER_ALLOW"),
-        *("PANNIER_PLANNER", "PANNIER_COORDINATOR"),
+        *("PANNIER_PLANNER", "PANNIER_COORDINATOR", "PANNIER_KEEP", "PANNIER_KEEP_NEWEST"),
+        *("PANNIER_RETENTION_PATTERN", "PANNIER_GRACE_SUPERSEDED"),
     ],
 )
 def test_another_value_of_it_is_another_place(name: str) -> None:

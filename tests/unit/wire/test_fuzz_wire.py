@@ -127,7 +127,7 @@ def test_local_plans_make_a_global_one_or_are_refused(local: list[plan_pb2.Local
     for made in accepted(make_global_plan, ranks, ATTEMPT):
         place = made.metadata.placement
         files, lengths = decode_column(place.file), decode_column(place.length)
-        assert len(made.owner) == len(made.position) == len(files) == len(lengths)
+        assert len(made.assignment.owner) == len(files) == len(lengths)
         assert all(file < len(made.metadata.files) for file in files)
         again = plan_pb2.GlobalMetadata.FromString(made.metadata.SerializeToString())
         assert again == made.metadata
