@@ -261,7 +261,7 @@ def test_what_storage_does_not_have_is_an_error_of_that_block_alone(
         first, second, third = reader.blocks(3)
         assert reader.content(first) == data[BLOCK_BYTES:]
         assert re.search(r"missing\.distcp could not be read: .*No such object", second.error)
-        assert "saved was" in third.error
+        assert "from storage, the receipt has" in third.error
 
 
 def refused(hosts: Hosts, tls: Files | None, **fields: object) -> grpc.RpcError:

@@ -71,10 +71,10 @@ def test_one_save_is_one_trace_over_three_kinds_of_process(
         uploads = {name for name in names(spans, each) if name.startswith("upload ")}
         assert uploads
         # What its client did, and what its sidecar did for it.
-        assert names(spans, each) - uploads == {
-            *("plan", "stage", "ingest", "commit"),
-            *("take in", "write receipt"),
-        }
+        phases = {"plan", "stage", "ingest", "write receipt", "commit"}
+        assert names(spans, each) == uploads | phases
+        # The client's until the sidecar's acknowledgement, and the sidecar's own.
+        assert services(spans, each, "ingest") == ["pannier-client", "pannier-sidecar"]
         assert each.attributes["pannier.bytes"] >= 400_000
     assert {each.trace_id for each in spans} == {tracing.trace_id(save)}
     assert not any(each.error for each in spans)
@@ -100,7 +100,8 @@ def test_a_storage_writers_save_is_a_trace_too(
     assert own.keys() == {0, 1}
     for each in own.values():
         assert each.parent == root.span_id
-        assert names(spans, each) >= {"stage", "ingest", "take in", "write receipt"}
+        assert names(spans, each) >= {"stage", "ingest", "write receipt"}
+        assert services(spans, each, "ingest") == ["pannier-client", "pannier-sidecar"]
         assert not each.error
 
 
@@ -217,3 +218,8 @@ def one(spans: list[Span], name: str) -> Span:
 
 def names(spans: list[Span], parent: Span) -> set[str]:
     return {each.name for each in spans if each.parent == parent.span_id}
+
+
+def services(spans: list[Span], parent: Span, name: str) -> list[str]:
+    own = (each for each in spans if each.parent == parent.span_id)
+    return sorted(each.service for each in own if each.name == name)

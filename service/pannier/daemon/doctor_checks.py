@@ -31,7 +31,7 @@ LIMITS: Final = {f"/{NAME}/Diagnose": 4}
 
 Check = diagnosis_pb2.Check
 RestoreCheck = Callable[[str, float], Awaitable[Check]]
-"""Of a root, within so many seconds."""
+"""Checks what a restore from a root would use, within so many seconds."""
 _MEMORY: Final = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 

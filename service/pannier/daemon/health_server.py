@@ -30,7 +30,7 @@ LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
 _THREADS: Final = 4
 _CALLS: Final = 16
-"""At a time; further ones are refused, since probes are repeated."""
+"""Calls at a time; further ones are refused, since probes are repeated."""
 
 _Status = health_pb2.HealthCheckResponse
 

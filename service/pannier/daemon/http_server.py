@@ -113,7 +113,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         host, _, port = address.rpartition(":")
         plain = host.strip("[]")
         if plain == "::" and not _has_ipv6():
-            # As gRPC does.
+            # As gRPC does where the kernel has no IPv6.
             plain = "0.0.0.0"
         found = socket.getaddrinfo(
             plain, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -39,7 +39,7 @@ _HEALTH: Final = "/grpc.health.v1."
 _MAX_DETAILS: Final = 2000
 """Characters of a status message; the whole text is in the trailing metadata."""
 _MAX_FAILURES_BYTES: Final = 16 << 10
-"""Of failures by rank, in the trailing metadata: the size of headers is limited."""
+"""Bytes of failures by rank in the trailing metadata: the size of headers is limited."""
 
 Handler = Any
 """gRPC's method handler: a function of one of four kinds, and its serializers."""

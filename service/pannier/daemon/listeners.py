@@ -26,7 +26,7 @@ from pannier.wire.errors import ConfigurationError
 from pannier.wire.tls import FLAGS, Tls, is_unix
 
 MAX_CONNECTIONS: Final = 4096
-"""Of one daemon at a time; further ones are closed at once."""
+"""Connections of one daemon at a time; further ones are closed at once."""
 _DESCRIPTORS: Final = 1 << 16
 _UNIX: Final = "unix://"
 
@@ -111,9 +111,9 @@ def bind_listeners(
                 _bind(server, extra, "--listen", tls)
             yield
         return
-    for each in (address, extra):
-        if each is not None:
-            _bind(server, each, "--address", tls)
+    _bind(server, address, "--address", tls)
+    if extra is not None:
+        _bind(server, extra, "--listen", tls)
     yield
 
 

@@ -60,7 +60,7 @@ def _add_fields(record: logging.LogRecord) -> bool:
     known: dict[str, Any] = record.__dict__
     for name, value in _bound.get()().items():
         known.setdefault(name, value)
-    # Not known yet.
+    # An empty value is not known yet.
     for name in ("attempt", "rank"):
         if known.get(name) == "":
             del known[name]

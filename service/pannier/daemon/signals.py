@@ -43,7 +43,7 @@ class StopSignals:
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the next request; False when none came within ``timeout_s`` seconds."""
         if not self._requests.empty():
-            # A wait of 0 seconds would never look.
+            # A wait of 0 seconds would end before it looks at the queue.
             self._requests.get_nowait()
             return True
         try:

@@ -2,8 +2,8 @@
 
 In: a status registry and the daemon's own state. Out: routes for :mod:`pannier.daemon.http_server`.
 ``/status.json`` is ListSavesResponse without ranks, ``/save.json?id=`` is GetSaveResponse with all of
-them, ``/load.json?id=`` GetLoadResponse, in the form of ``pannier status --json``. Statuses are cached, those of ended saves for good, so
-that many viewers cost a daemon no more than one. Called by any thread.
+them, ``/load.json?id=`` is GetLoadResponse, in the form of ``pannier status --json``. Statuses are cached,
+those of ended saves for good, so that many viewers cost a daemon no more than one. Called by any thread.
 """
 
 import asyncio

@@ -45,7 +45,7 @@ class _Entry:
 
 
 class Notifier:
-    """Notifies coroutines of changes, each of those that it watches. Thread-safe."""
+    """Notifies each coroutine of changes of the key, or of all keys, that it watches. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -31,37 +31,39 @@ class Backlog:
     oldest_s: float = 0.0
     """Age of the oldest upload, seconds."""
     spool_bytes: int = 0
-    """Reserved in the spool; of these, mapped by trainers, and released but mapped by stopped processes."""
+    """Reserved in the spool."""
     leased_bytes: int = 0
+    """Reserved bytes that trainers have leased."""
     held_bytes: int = 0
+    """Reserved bytes that were released, but are still mapped by stopped processes."""
     saves_bytes: int = 0
-    """Of the reserved ones: hold data files of saves."""
+    """Reserved bytes that hold data files of saves."""
     capacity_bytes: int = 0
     """Most that the spool can hold."""
     free_bytes: int = 0
-    """Of the capacity: free for saves."""
+    """Bytes of the capacity that are free for saves."""
     refusals: int = 0
     """Requests for room in the spool that were refused since the start, which clients repeat."""
     local_copies: Sequence[status_pb2.LocalCopy] = ()
     """Committed checkpoints whose files are still in the spool, newest first."""
     evicted_copies: Sequence[status_pb2.EvictedCopy] = ()
-    """The last ones that ended before a newer one was there, newest first."""
+    """The last local copies that were dropped before a newer one replaced them, newest first."""
     local_copies_served: int = 0
-    """Bytes of their files that loads have opened since the start."""
+    """Bytes of local copies' files that loads have opened since the start."""
     local_copies_evicted: int = 0
-    """How many ended for lack of room since the start."""
+    """Local copies that were dropped for lack of room since the start."""
     blocks_bytes: int = 0
     """Blocks of checkpoints in memory, for loads."""
     blocks_evicted: int = 0
-    """Blocks that went from there for lack of room since the start, before they were read as often as announced."""
+    """Blocks that were evicted for lack of room since the start, read less often than announced."""
     peers_sent: int = 0
     """Bytes of blocks that other hosts have read here since the start."""
     replicas_bytes: int = 0
-    """Of other hosts' ranks, in the spool until their saves have ended."""
+    """Bytes of other hosts' ranks, in the spool until their saves have ended."""
     replicas_sent: int = 0
     """Bytes of this host's ranks that were sent to other hosts' spools since the start."""
     replicas_refused: int = 0
-    """Replicas that there was no room for since the start, from the first byte or later."""
+    """Replicas that there was no room for since the start, when they were opened or later."""
     upload_limit: int = 0
     """Most bytes per second of uploads; 0: no limit."""
     upload_limited: bool = False
@@ -79,9 +81,9 @@ class DaemonInfo:
     backlog: Callable[[], Backlog] = Backlog
     """Called on the event loop."""
     trainers: Callable[[], int] | None = None
-    """The same: connected trainers. None: of a coordinator."""
+    """Number of connected trainers, called on the event loop; None: a coordinator, which has none."""
     loads: LoadRegistry = field(default_factory=LoadRegistry)
-    """Those that were reported to it."""
+    """The loads that were reported to the daemon."""
 
     @property
     def state(self) -> str:
@@ -99,7 +101,7 @@ class StatusServices:
         daemon_info: DaemonInfo,
         services: Sequence[str],
     ) -> None:
-        """Adds them to ``server``, which serves ``services`` (full names) besides."""
+        """Adds these services to ``server``, which also serves ``services`` (full names)."""
         self._daemon_info = daemon_info
         self._services = ("", *services, _STATUS)
         self._health = health.aio.HealthServicer()
@@ -110,7 +112,7 @@ class StatusServices:
         reflection.enable_server_reflection(_reflected(services), server)
 
     async def serve(self) -> None:
-        """Sets the health of every service to SERVING; the server as a whole is from the start."""
+        """Sets the health of every service to SERVING, as that of the server as a whole is from the start."""
         for name in self._services:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
@@ -206,7 +208,7 @@ class _StatusServicer(status_pb2_grpc.StatusServicer):
         sent: load_status_pb2.LoadStatus | None = None
         with loads.watch(key) as watch:
             while True:
-                status = loads.status_of(key)
+                status = loads.status_of(key, request.id)
                 if status != sent:
                     yield status_pb2.WatchLoadResponse(load=status)
                     sent = status

@@ -28,37 +28,39 @@ class SidecarConfig(DaemonSettings):
     """Address of the job's coordinator: ``unix:///path`` or ``host:port``; may be missing where all
     ``jobs`` name their own."""
     spool: Path
-    """Directory that holds data files until they are in storage; made with mode 0700. Each of ``jobs``
-    has its own below it."""
+    """Directory that holds data files until they are in storage; made with mode 0700. With ``jobs``: each
+    job has a directory below it."""
     jobs: Path | None = None
-    """Directory with a file for each job that is served, by token and in a process of its own; None: one
-    sidecar, without tokens."""
+    """Directory with one settings file per job. Each job gets a sidecar process, and tokens that its calls
+    must carry. None: one sidecar, without tokens."""
     address: str = "unix:///run/pannier/sidecar.sock"
     """Address for trainers."""
     spool_budget: int | None = None
-    """Most bytes the spool may take; None: what its file system has. Of ``jobs``, the default of each."""
+    """Most bytes the spool may take; None: what its file system has. With ``jobs``: the default per job."""
     memory: int = 192 << 20
-    """Most bytes of upload buffers. Of ``jobs``, the default of each."""
+    """Most bytes of upload buffers. With ``jobs``: the default per job."""
     upload_threads: int = 0
-    """Cores that uploads may use at a time; 0: :func:`default_upload_threads`. Of each of ``jobs``."""
+    """Cores that uploads may use at a time; 0: :func:`default_upload_threads`. With ``jobs``: per job."""
     upload_limit: int | None = None
-    """Most bytes per second of all uploads together; None: no limit. Of each of ``jobs``."""
+    """Most bytes per second of all uploads together; None: no limit. With ``jobs``: per job."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the fsspec file systems."""
     nice: int = 10
     """Added to the process's niceness, so that trainers go first where cores are short."""
     peers: str | None = None
-    """Where other hosts of the job reach it to read blocks of checkpoints, ``host:port``."""
+    """Where other hosts of the job read blocks and send replicas, ``host:port``; None: nowhere."""
     peers_name: str = ""
-    """A name that the certificates of all peers have; empty: each has the host of its address."""
+    """A name that the certificates of all peers have; empty: each certificate has the host of the peer's
+    address."""
     restore_budget: int = 256 << 20
-    """Most bytes of blocks that are kept for loads. Of each of ``jobs``."""
+    """Most bytes of blocks that are kept for loads. With ``jobs``: per job."""
     replicas: int = 0
-    """Other hosts that get a copy of what this host's ranks save: 0, or 1, which then keep theirs here, too."""
+    """Number of other hosts that get a copy of what this host's ranks save: 0 or 1. With 1, this host also
+    holds copies of other hosts' ranks."""
     replicas_limit: int = 256 << 20
     """Most bytes per second that are sent to another host's spool; half of it while uploads run."""
     failure_domain: str = ""
-    """Hosts of one domain are lost together; empty: the host's name."""
+    """Name that is the same for all hosts that fail together; empty: the host's name."""
     idle_exit_s: float | None = None
     """Exit after so many seconds without a client or an undecided save; None: never."""
     grace_s: float = 30
@@ -157,7 +159,7 @@ def default_upload_threads() -> int:
 
 
 def _peer_address(address: str) -> str:
-    # Kubernetes puts a pod's address into a text, whether it is an IPv4 or an IPv6 one.
+    # Manifests say "[$(POD_IP)]:PORT", whose brackets are wrong around an IPv4 address.
     host, _, port = address.rpartition(":")
     if host.startswith("[") and ":" not in host:
         address = f"{host[1:-1]}:{port}"

@@ -31,8 +31,8 @@ class CoordinatorClient:
     """The coordinator of this sidecar.
 
     Args:
-        tls: for one on TCP; None: plaintext.
-        on_responsiveness: called when it becomes unresponsive, or responsive again.
+        tls: for a coordinator on TCP; None: plaintext.
+        on_responsiveness: called when the coordinator becomes unresponsive, or responsive again.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CoordinatorClient:
         self._tls = tls
         self._on_responsiveness = on_responsiveness
         self._channels: list[grpc.aio.Channel] = []
-        """The last one is used; calls may still wait on those of an earlier certificate."""
+        """New calls use the last one; calls may still wait on channels with earlier certificates."""
         self._stub: Any = None
         self._health: Any = None
         self._started = time.monotonic()

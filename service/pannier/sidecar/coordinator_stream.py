@@ -33,7 +33,7 @@ from pannier.wire.version import WIRE_VERSION
 _log = logging.getLogger(__name__)
 
 _REPORTED_KEPT: Final = 256
-"""Saves of a stream after which ended ones are forgotten."""
+"""Saves that were reported on a stream; above this number it forgets those that have ended."""
 
 
 class Watches(Protocol):
@@ -53,7 +53,7 @@ class _StreamState:
     reported: set[str] = field(default_factory=set)
     """Keys of saves whose ranks were listed in a report."""
     followed: set[str] = field(default_factory=set)
-    """Keys of planning saves whose status the stream brings."""
+    """Keys of saves in planning whose status the coordinator sends on this stream."""
     sent_at: float = 0.0
     trainers_at: float = 0.0
     planning_at: float = 0.0
@@ -71,8 +71,8 @@ class CoordinatorStream:
     """Keeps one stream open.
 
     Args:
-        copies: what this host has for loads.
-        replicas: of other hosts' ranks here, and of its own there.
+        copies: the local copies that this host has for loads.
+        replicas: the exchange of replicas with other hosts.
         host: the name of this host.
         sidecar_id: random id of this process, the same for all its streams.
         job: the only job that the sidecar serves; empty: any.
@@ -107,7 +107,7 @@ class CoordinatorStream:
         self._statuses_requested = False
         self._urgent = asyncio.Event()
         self._leaving = False
-        """It is ended once all is reported."""
+        """The stream is ended once all ranks are reported."""
         self._left = asyncio.Event()
 
     def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
@@ -138,7 +138,7 @@ class CoordinatorStream:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def leave(self, timeout_s: float) -> bool:
-        """Reports all there is to report, for the last time; False when the coordinator hasn't read it in time."""
+        """Sends the last reports and ends the stream; False when the coordinator hasn't read them in time."""
         self._leaving = True
         self._urgent.set()
         if self._client.detached_s and not self._changed:
@@ -194,7 +194,7 @@ class CoordinatorStream:
             for task in done:
                 task.result()
             if writing in done:
-                # Cancelled now, the last reports might not reach the coordinator, which ends the stream after them.
+                # The coordinator ends the stream after the last reports, which a cancellation now might lose.
                 await reading
                 self._left.set()
         except grpc.aio.AioRpcError as error:
@@ -215,7 +215,7 @@ class CoordinatorStream:
             self._replicas.apply(response)
 
     async def _keep_writing(self, call: Any, state: _StreamState) -> None:
-        """Until this sidecar leaves."""
+        """Sends reports and heartbeats until this sidecar leaves."""
         while True:
             busy = bool(self._changed) or bool(self._saves.undecided())
             with suppress(asyncio.TimeoutError):
@@ -226,7 +226,7 @@ class CoordinatorStream:
             ranks, self._changed = list(self._changed.values()), {}
             requested, self._statuses_requested = self._statuses_requested, False
             if state.heartbeat_due:
-                # Repeated until they are confirmed: a draining coordinator ignores new saves.
+                # Claims are repeated until they are confirmed: a draining coordinator ignores new saves.
                 ranks += [rank for rank in self._claiming() if rank not in ranks]
             # What a broken stream loses is sent after the reconnect, with everything else.
             if ranks or requested or state.heartbeat_due:
@@ -267,7 +267,8 @@ class CoordinatorStream:
         request = coordinator_pb2.AttachRequest()
         self._add_reports(request, state, ranks)
         if ranks or now - state.trainers_at >= timeouts.HEARTBEAT_S:
-            # With the ranks that they left, so that the coordinator never sees one without the other.
+            # Together with their ranks: the coordinator never sees a dead trainer without its failed rank, or
+            # the reverse.
             self._add_trainers(request, state)
         if requested:
             request.watched.extend(self._watches.unknown())

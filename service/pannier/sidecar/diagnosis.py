@@ -21,8 +21,11 @@ from pannier.wire.errors import PannierError
 
 
 class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
-    """Args: the running sidecar's parts; ``descriptors`` as in Welcome; ``confined``: callers must not make
-    the coordinator write where the sidecar may not.
+    """``pannier.v1.Diagnosis`` of the running sidecar.
+
+    Args:
+        descriptors: as in Welcome.
+        confined: callers must not make the coordinator write where the sidecar may not.
     """
 
     def __init__(
@@ -96,23 +99,31 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
 
     def _check_spool(self) -> diagnosis_pb2.Check:
         spool = self._spool
+        try:
+            gone = spool.removed
+        except PannierError as error:
+            return doctor_checks.failed(
+                "spool",
+                str(error),
+                "does its file system respond, and is it mounted? Then restart the sidecar",
+            )
         return doctor_checks.check_spool(
             spool.directory,
             budget=spool.budget,
             reserved=spool.usage.reserved,
-            gone=spool.removed,
+            gone=gone,
         )
 
     async def _ask_coordinator(
         self, request: diagnosis_pb2.DiagnoseRequest
     ) -> diagnosis_pb2.DiagnoseResponse | PannierError:
         forwarded = diagnosis_pb2.DiagnoseRequest(timeout_s=request.timeout_s)
-        # Else the caller would write with the coordinator's rights where this sidecar may not.
+        # Otherwise the caller could have the coordinator write where this sidecar may not.
         if not self._confined or doctor_checks.is_allowed(request.root, self._config.allow):
             forwarded.root = request.root
         try:
             return await self._coordinator.diagnose(
-                forwarded, (request.timeout_s or 20) + timeouts.DOCTOR_SIDECAR_S
+                forwarded, (request.timeout_s or timeouts.DOCTOR_S) + timeouts.DOCTOR_SIDECAR_S
             )
         except PannierError as error:
             return error

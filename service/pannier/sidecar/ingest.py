@@ -94,9 +94,9 @@ class Ingest:
         """The data file that ``header`` announces, with all its space reserved.
 
         Raises:
-            InvalidRequestError: it isn't the rank's, or differs from an earlier call.
+            InvalidRequestError: the file isn't one of the rank's, or has another size than before.
             BusyError: the spool has no room now.
-            SaveAbortedError: the save has ended, or never fits into the spool.
+            SaveAbortedError: the save has ended, or can never fit into the spool.
         """
         check_attempt(header.attempt, rank)
         limits.check_seconds(save_timeout_s=header.save_timeout_s)
@@ -127,7 +127,7 @@ class Ingest:
 
         Raises:
             BusyError: the spool has no room now.
-            InvalidRequestError: they never fit into it, or the request isn't one.
+            InvalidRequestError: the files can never fit into the spool, or the request is malformed.
         """
         limits.check_reserve(request)
         object_names.check_save_id(
@@ -163,8 +163,8 @@ class Ingest:
     async def hand_over(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
         """Hands the rank over, once all its files are here and match the request; idempotent.
 
-        Mapped files aren't read: their uploads take their checksums. The rank is ingested unless its claim isn't
-        confirmed; a later request with the plan's id confirms it.
+        Mapped files aren't read: their uploads compute the checksums. The rank is ingested unless its claim
+        isn't confirmed; a later request with the plan's id confirms it.
 
         Raises:
             InvalidRequestError: files are missing, incomplete or of other sizes.
@@ -186,7 +186,7 @@ class Ingest:
             self._check_in_time(rank)
             self._saves.set_stall(rank, limits.age(request.stalled_s))
             self._saves.limit_time(rank, 0, request.save_timeout_s)
-            mapped = await self._take_mapped(request, rank)
+            await self._take_mapped(request, rank)
             receipt = _receipt(request, rank)
             limits.check_extra_files(receipt)
             self._check_files(rank, receipt)
@@ -195,9 +195,11 @@ class Ingest:
             except PannierError as error:
                 self._saves.fail(rank, save_pb2.FAILURE_KIND_SPOOL, str(error))
                 raise
-            # Not before: the hand-over would wait for the processor.
-            for file in mapped:
-                self._uploads.start(rank, file)
+            # Not earlier: the uploads would take the processor from the hand-over.
+            # All, since an earlier call may have added some and failed before it came here.
+            for file in rank.files.values():
+                if not file.upload.durable:
+                    self._uploads.start(rank, file)
             self._saves.hand_over(rank, receipt)
             self._reservations.record_usage(rank)
 
@@ -218,7 +220,7 @@ class Ingest:
             raise
 
     def _check_in_time(self, rank: RankSave) -> None:
-        """Fails a rank that is handed over after its save's deadline: its trainer has given it up."""
+        """Fails a rank that is handed over after its save's deadline: its trainer has given the save up."""
         late_s = time.monotonic() - rank.deadlines.save
         if not rank.deadlines.save or late_s < 0:
             return
@@ -251,9 +253,7 @@ class Ingest:
             raise
         return file
 
-    async def _take_mapped(
-        self, request: sidecar_pb2.HandOverRequest, rank: RankSave
-    ) -> list[DataFile]:
+    async def _take_mapped(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
         """Adds the files that the trainer has staged into the spool itself."""
         sizes = {file.name: file.size for file in request.files}
         files = []
@@ -290,7 +290,6 @@ class Ingest:
                 self._saves.fail(rank, kind, str(error))
                 raise
             self._saves.record_arrival(rank)
-        return files
 
     def _check_size(
         self,
@@ -304,7 +303,7 @@ class Ingest:
             extra = object_names.extra_file(header.attempt, rank.rank)
             if header.name not in (*rank.plan.sizes, extra):
                 raise InvalidRequestError(f"{label} isn't in the rank's final plan")
-            # 0: an objects file, whose size the plan can't know; nor does it have an extra file.
+            # 0 stands for a file of objects, whose size the plan can't know. An extra file isn't planned.
             known = rank.plan.sizes.get(header.name) or None
         if known is not None and known != header.size:
             raise InvalidRequestError(
@@ -348,7 +347,7 @@ class Ingest:
                 f"{file.label}: {announced.size} bytes are handed over, {file.held} of {file.size} are "
                 "here"
             )
-        # What is mapped is read later, and the trainer hasn't read it at all.
+        # A mapped file has no checksum yet: its upload computes it, and the trainer computes none.
         if not file.stamp and announced.crc32c != file.checksums.whole:
             problem = (
                 f"{file.label} arrived with crc32c {file.checksums.whole:08x}, the trainer's is "
@@ -368,7 +367,7 @@ def _check_file_count(rank: RankSave, label: str) -> None:
 
 
 def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb2.Receipt:
-    """The rank's receipt; checksums of mapped files, and of blocks, are this sidecar's, once it has them."""
+    """The rank's receipt, with this sidecar's checksums of mapped files and of blocks, once it has them."""
     receipt = records_pb2.Receipt(
         attempt=request.attempt,
         plan_id=request.plan_id or rank.plan.id,
@@ -384,7 +383,7 @@ def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb
         if each.name in mapped:
             each.ClearField("crc32c")
         else:
-            # The sender's, also if it sent none.
+            # Sets the field's presence, also of a checksum that the sender left at 0.
             each.crc32c = each.crc32c
     return with_checksums(receipt, rank.files)
 

@@ -30,7 +30,7 @@ def run(config: SidecarConfig) -> int:
 
 def _serve(config: SidecarConfig, job: JobConfig | None) -> int:
     if job is not None:
-        # The supervisor's, which don't name the job.
+        # Inherited from the supervisor: those handlers don't name the job.
         logging.getLogger().handlers.clear()
     set_up_logging(
         config.log_format, daemon="sidecar", host=config.host, job=job.name if job else ""

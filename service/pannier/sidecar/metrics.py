@@ -3,7 +3,7 @@
 In: changes of saves, as a listener of :class:`~pannier.sidecar.save_registry.SaveRegistry`. Out:
 counters that never decrease, and spans of the phases of ended saves (:mod:`pannier.common.tracing`).
 Nothing is counted while bytes move: the ranks' own figures are read when metrics are scraped, and
-added up when their save has ended. On the event loop, to which the HTTP server's threads turn.
+added up when their save has ended. On the event loop; the HTTP server's threads read them there.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class _Amounts:
         )
 
     def largest(self, other: "_Amounts") -> "_Amounts":
-        """The larger of each figure: an upload that starts over takes nothing back."""
+        """The larger value of each figure: an upload that starts over must not lower a counter."""
         return _Amounts(*map(max, astuple(self), astuple(other)))
 
     def __add__(self, other: "_Amounts") -> "_Amounts":
@@ -77,7 +77,7 @@ class SaveMetrics:
     def __init__(self) -> None:
         self._under_way: dict[str, Save] = {}
         self._seen: dict[RankSave, _Amounts] = {}
-        """The most that was seen of ranks under way."""
+        """The largest figures so far of ranks under way."""
         self._baseline: dict[RankSave, _Amounts] = {}
         """What an earlier sidecar process had done."""
         self._past: OrderedDict[str, _Amounts] = OrderedDict()
@@ -96,7 +96,7 @@ class SaveMetrics:
             self._ended[save.outcome.state] += 1
 
     def set_baseline(self, saves: Iterable[Save]) -> None:
-        """An earlier process did what these restored saves show; before their trainers are served."""
+        """Leaves out what an earlier process did for these saves; before their trainers are served."""
         for save in saves:
             for rank in save.ranks.values():
                 self._baseline[rank] = _Amounts.of(rank)
@@ -160,7 +160,7 @@ class SaveMetrics:
 def _families(amounts: dict[str, _Amounts]) -> Iterable[Metric]:
     moved = CounterMetricFamily(
         "pannier_bytes",
-        "Bytes of this host's ranks that have come so far.",
+        "Bytes of this host's ranks, by the phase that they have reached.",
         labels=["training_job", "phase"],
     )
     retries = CounterMetricFamily(
@@ -213,7 +213,7 @@ def _spans(rank: RankSave) -> list[tracing.Interval]:
     durable = rank.reached.get(Phase.DURABLE.wire)
     error = rank.failure.message if rank.failure is not None else ""
     if begin is not None and ingested is not None:
-        spans.append(tracing.Interval("take in", begin, ingested, fields, "" if durable else error))
+        spans.append(tracing.Interval("ingest", begin, ingested, fields, "" if durable else error))
     if ingested is not None and durable is not None:
         last = max((span.end for span in spans), default=ingested)
         spans.append(tracing.Interval("write receipt", min(last, durable), durable, fields))

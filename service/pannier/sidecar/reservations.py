@@ -1,8 +1,8 @@
 """Room in the spool that is reserved for saves that began earlier.
 
 In: the saves under way, and the bytes that each rank had in its group's previous save. Out: the bytes
-that those before a save still need on this host. Without it two saves that don't fit together
-could each hold a part of the room and wait for the other's. On the event loop.
+that the saves before a given one still need on this host. Without reservations, two saves that don't fit
+together could each hold a part of the room and wait for the other's. On the event loop.
 """
 
 from collections import OrderedDict

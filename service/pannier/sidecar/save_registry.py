@@ -29,9 +29,9 @@ _log = logging.getLogger(__name__)
 _ENDED_KEPT: Final = 500
 """Most ended saves that are remembered: for status, reconnecting clients and late calls."""
 _ENDED_LEAST: Final = 16
-"""So many are in any case."""
+"""Number of ended saves that are remembered in any case."""
 _ENDED_MEMORY: Final = 32 << 20
-"""Most bytes of memory for more of them: large saves would add up to more than all else here."""
+"""Bytes that more than _ENDED_LEAST of them may take: large saves would take more memory than all else."""
 _PLANS_KEPT: Final = 1024
 """Plans of single ranks whose sizes are remembered, for ranks that claim them again."""
 
@@ -122,13 +122,14 @@ class SaveRegistry:
         outcome: save_pb2.SaveStatus | None = None,
         replica: bool = False,
     ) -> RankSave:
-        """The rank as the journal recorded it, or as its host had ingested it; before its first call. The caller
-        adds its files.
+        """Adds a rank as the journal recorded it, or as a lost host had ingested it; before its first call.
+
+        The caller adds the rank's files.
 
         Args:
-            save_timeout_s: what is left until the save's deadline; 0: not known.
+            save_timeout_s: seconds until the save's deadline; 0: not known.
             outcome: how the save had ended; the same for all its ranks.
-            replica: it is taken over from another host.
+            replica: the rank is taken over from another host.
         """
         key = save_text(context.save)
         save = self._undecided.get(key) or self._ended.get(key)
@@ -170,9 +171,9 @@ class SaveRegistry:
         self._notify(rank.save, rank, True)
 
     def claim_plan(self, rank: RankSave, claim: sidecar_pb2.CachedPlanClaim, attempt: str) -> None:
-        """The trainer goes by a cached plan, unconfirmed so far; idempotent.
+        """Records that the trainer uses a cached plan, which isn't confirmed yet; idempotent.
 
-        Raises InvalidRequestError when it has another plan, or claimed another one.
+        Raises InvalidRequestError when the rank has another plan, or claimed another one.
         """
         kept = sidecar_pb2.CachedPlanClaim()
         kept.CopyFrom(claim)
@@ -185,7 +186,7 @@ class SaveRegistry:
             self._notify(rank.save, rank, True)
 
     def confirm_plan(self, rank: RankSave, plan_id: str) -> None:
-        """The rank writes by the save's plan what it writes by the one that it claimed."""
+        """Confirms the rank's claim: by the save's plan it writes the same as by the claimed one."""
         sizes = self._sizes.get(_plan_key(rank, rank.claim.plan_id)) if rank.claim else None
         was_handed_over = rank.phase is Phase.HANDED_OVER
         rank.confirm_plan(plan_id)
@@ -242,13 +243,13 @@ class SaveRegistry:
         self._notify(rank.save, rank, False)
 
     def refresh(self) -> None:
-        """Notifies listeners of all undecided ranks: whom they wait for may have changed."""
+        """Notifies listeners of all undecided ranks: the peers that they wait for may have changed."""
         for save in self.undecided():
             for rank in save.ranks.values():
                 self.record_progress(rank)
 
     def record_replicated(self, rank: RankSave, host: str, count: int) -> None:
-        """So many bytes of the rank are in the spool of another host, too."""
+        """Records how many bytes of the rank another host's spool has, too."""
         rank.transfer.replica_host, rank.transfer.replicated = host, count
         if rank.save.outcome is None:
             self.record_progress(rank)
@@ -268,7 +269,7 @@ class SaveRegistry:
         self._notify(rank.save, rank, True)
 
     def fail(self, rank: RankSave, kind: "save_pb2.FailureKind", message: str) -> bool:
-        """Fails the rank; False when it has ended, or is safe from this kind of failure."""
+        """Fails the rank; False when it has ended, or when it only lost a trainer that it no longer needs."""
         if not rank.fail(kind, message):
             return False
         self._idle_since = time.monotonic()
@@ -281,7 +282,7 @@ class SaveRegistry:
         if rank.save.outcome is not None or rank.phase is not Phase.PLANNING:
             return
         rank.enter(Phase.REJECTED)
-        # Nothing of it can be in storage: this host's other ranks would have been planned.
+        # Nothing is in storage if all ranks of this host were rejected: none of them was planned.
         ended = all(each.phase is Phase.REJECTED for each in rank.save.ranks.values())
         self._notify(rank.save, rank, True)
         if ended:
@@ -355,8 +356,8 @@ class SaveRegistry:
         A save whose ranks are durable or have failed only waits for its outcome.
 
         Args:
-            detached_s: seconds without a coordinator that could report outcomes: what is durable is
-                finished from storage then.
+            detached_s: seconds without a coordinator that could report outcomes. Without one, durable
+                saves are finished from storage.
         """
         if self.pending():
             return 0.0
@@ -381,7 +382,7 @@ class SaveRegistry:
                 self.confirm_plan(rank, status.plan_id)
 
     def _end(self, save: Save, outcome: save_pb2.SaveStatus) -> list[Save]:
-        """Ends a save; returns those that are remembered no longer."""
+        """Ends a save; returns the ended saves that are no longer remembered."""
         save.end(outcome)
         del self._undecided[save.key]
         self._ended[save.key] = save

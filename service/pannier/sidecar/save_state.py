@@ -55,7 +55,7 @@ _WIRE: Final[dict[Phase, "save_pb2.RankPhase"]] = {
     Phase.REJECTED: save_pb2.RANK_PHASE_FAILED,
 }
 # In a save that torch plans, only one rank calls Begin: the others appear when they stream or hand
-# over. After a restart of the sidecar that may be true of any rank.
+# over. After a restart of the sidecar, any rank may appear so.
 _MOVES: Final = {
     Phase.PLANNING: {
         Phase.PLANNED,
@@ -106,17 +106,17 @@ class Transfer:
     """How the rank's bytes reach the spool and storage, for status and metrics."""
 
     transport: str = ""
-    """How they come into the spool, human-readable."""
+    """How the bytes come into the spool, human-readable."""
     stalled_s: float = 0.0
-    """How long the save blocked its training loop; known from the hand-over on."""
+    """How long the save blocked the rank's training loop; known from the hand-over on."""
     retries: int = 0
-    """Retried requests of its uploads."""
+    """Retried requests of the rank's uploads."""
     last_error: str = ""
-    """Why the last of them was retried."""
+    """Why the last request was retried."""
     replica_host: str = ""
-    """The host that gets a copy of its files."""
+    """The host that gets a copy of the rank's files."""
     replicated: int = 0
-    """Bytes of them that it has confirmed."""
+    """Bytes of the copy that this host has confirmed."""
 
     def retry(self, reason: str) -> None:
         """Counts a retry."""
@@ -151,17 +151,17 @@ class RankSave:
         self.attempt = ""
         self.plan = RankPlan()
         self.claim: sidecar_pb2.CachedPlanClaim | None = None
-        """That it goes by a cached plan; confirmed once ``plan`` has an id."""
+        """Its claim of a cached plan, if it uses one; confirmed once ``plan`` has an id."""
         self.deadlines = Deadlines()
         self.files: dict[str, DataFile] = {}
-        """Names stay after the spool was freed."""
+        """By name; they stay here after their spool files were freed."""
         self.receipt: records_pb2.Receipt | None = None
         self.failure: save_pb2.Failure | None = None
         self.last_seen = observer_clock.now()
         """When the trainer last sent something, a ping at least."""
         self.transfer = Transfer()
         self.replica = False
-        """Of another host, whose files are here as well (:mod:`pannier.sidecar.replicas`)."""
+        """It ran on another host, and this host has a copy of its files (:mod:`pannier.sidecar.replicas`)."""
         self.opening = asyncio.Lock()
         """Held by :mod:`pannier.sidecar.ingest` while a file is opened: reserving space may take long."""
 
@@ -247,9 +247,9 @@ class RankSave:
     def claim_plan(
         self, claim: sidecar_pb2.CachedPlanClaim, attempt: str, sizes: dict[str, int] | None
     ) -> bool:
-        """Claims a cached plan, with the sizes of its files if they are known; whether it is new.
+        """Claims a cached plan, with the sizes of its files if they are known; False: it was claimed before.
 
-        Raises InvalidRequestError when it has another plan, or claimed another one.
+        Raises InvalidRequestError when the rank has another plan, or claimed another one.
         """
         self.join_attempt(attempt)
         if self.claim == claim:
@@ -309,7 +309,7 @@ class RankSave:
         return self.receipt
 
     def fail(self, kind: "save_pb2.FailureKind", message: str) -> bool:
-        """Fails the rank; False when it has ended, or is safe from this kind of failure."""
+        """Fails the rank; False when it has ended, or when it only lost a trainer that it no longer needs."""
         over = self.save.outcome is not None or Phase.FAILED not in _MOVES[self.phase]
         safe = kind == save_pb2.FAILURE_KIND_LOST and not self.needs_trainer
         if over or safe:
@@ -352,9 +352,9 @@ class Save:
         self.outcome: save_pb2.SaveStatus | None = None
         """The coordinator's final status; nothing changes afterwards."""
         self.ended_at = 0.0
-        """When it came, on the monotonic clock."""
+        """When the outcome came, on the monotonic clock."""
         self.memory = 0
-        """About the bytes of this process's memory that it takes since then."""
+        """Bytes of this process's memory that the ended save takes, estimated."""
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -384,7 +384,7 @@ class Save:
         ranks = self.ranks.values()
         blocks = sum(1 + file.size // BLOCK_BYTES for rank in ranks for file in rank.files.values())
         varying = sum(len(rank.receipt.varying) for rank in ranks if rank.receipt is not None)
-        # A rank's status, a block's checksum in its file and in the receipt, an object's place.
+        # Per rank its status, per block its checksum in file and receipt, per varying item its place.
         self.memory = 220 * len(outcome.ranks) + 44 * blocks + 110 * varying
 
     def ended_error(self) -> PannierError:

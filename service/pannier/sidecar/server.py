@@ -1,7 +1,7 @@
-"""One sidecar: its parts put together, from the start to the last upload.
+"""One sidecar: makes and connects its parts, and runs them until the last upload.
 
-In: a checked config. Out: what trainers and operators are served. One event loop owns all state; calls
-of the file system that may block run in threads (:mod:`pannier.storage.io_threads`).
+In: a checked config. Out: the services for trainers, peers and operators. One event loop owns all state;
+calls of the file system that may block run in threads (:mod:`pannier.storage.io_threads`).
 """
 
 import asyncio
@@ -120,11 +120,13 @@ class Sidecar:
         await self._stack.aclose()
 
     async def wait(self, stop: StopSignals) -> None:
-        """Returns when it is asked to stop, was idle for long enough, or lost its spool."""
+        """Returns on a stop signal, after the idle time, when the spool was removed, or when the job was
+        removed and its saves have ended.
+        """
         ticking = self._ticking = asyncio.get_running_loop().create_task(self._keep_ticking())
         try:
             while not await stop.wait(timeouts.CHECK_S):
-                if self._is_idle() and not await self.replicas.held.take_over_all():
+                if await self._may_exit():
                     await self._leave_undecided()
                     return
                 if self.auth is not None and self.auth.leaving and not self.saves.undecided():
@@ -138,7 +140,8 @@ class Sidecar:
             # Not awaited: a spool that doesn't answer must not keep uploads from being finished.
             ticking.cancel()
 
-    def _is_idle(self) -> bool:
+    async def _may_exit(self) -> bool:
+        """Whether it has been idle for so long that it exits; before, it takes over replicas that remain."""
         if self.config.idle_exit_s is None:
             return False
         saves_s = self.saves.idle_s(self._coordinator.detached_s)
@@ -146,13 +149,16 @@ class Sidecar:
             *(saves_s, self.replicas.idle_s(self._coordinator.detached_s)),
             *(self._connections.idle_s() or 0.0, self._loads.idle_s(), self.blocks.idle_s()),
         )
-        if idle_s < self.config.idle_exit_s:
+        if idle_s < self.config.idle_exit_s or await self.replicas.held.take_over_all():
             return False
         _log.info("idle for %.0f s: exiting", idle_s)
         return True
 
     async def _leave_undecided(self) -> None:
-        """Leaves saves whose outcome no coordinator has reported; all of them here is in storage."""
+        """Applies outcomes that storage shows, and logs the saves that stay undecided.
+
+        All that this host has of them is in storage.
+        """
         try:
             await within(timeouts.RECEIPTS_S, self._uploads.read_outcomes())
         except asyncio.TimeoutError:
@@ -213,7 +219,7 @@ class Sidecar:
         self._connections.dismiss()
 
     def backlog(self) -> Backlog:
-        """What waits here for storage."""
+        """The uploads that aren't finished, and the use of spool and memory."""
         return backlog(
             *(self.saves.pending(), self.spool, self._mapped, self.blocks, self.replicas),
             self._upload_threads.limit,
@@ -243,7 +249,7 @@ class Sidecar:
         stack.enter_context(serve_health(config.health, ready=self._is_ready, loop=loop))
         self._make_parts(stack)
         self._add_listeners()
-        # Before the coordinator sees this process: it fails ranks that aren't reported then.
+        # Before this process attaches: the coordinator fails ranks that the first report lacks.
         for rank in await recover(
             *(self._journal, self.spool, self.saves, self._uploads),
             *(self.local_copies, self._mapped, self.replicas.held),
@@ -322,7 +328,7 @@ class Sidecar:
 
     def _add_listeners(self) -> None:
         for listener in (
-            # First: a failure or outcome is recorded before its spool files are given away.
+            # First: a failure or outcome is journalled before its spool files get another use.
             self._journal.on_change,
             self._publisher.on_change,
             self._uploads.on_change,
@@ -440,7 +446,8 @@ class Sidecar:
         return self._serves and not self.saves.draining
 
     async def _close_journal(self) -> None:
-        # Embedded daemons, and those of a job that was removed, leave no memory behind but what is not in storage yet.
+        # An embedded sidecar, and that of a removed job, leave only files behind that are not in storage yet:
+        # the spool may be memory.
         leaves = self.config.embedded or (self.auth is not None and self.auth.leaving)
         self._kept = await self._journal.close(keep_copies=not leaves)
 

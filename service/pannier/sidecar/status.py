@@ -63,7 +63,7 @@ def rank_status(rank: RankSave) -> save_pb2.RankStatus:
 def is_reportable(rank: RankSave) -> bool:
     """Whether the coordinator is to get reports of the rank.
 
-    It knows a rank that plans by its call; and a rejected one by its own answer.
+    It knows a rank that plans by the rank's call, and a rejected one by its own response.
     """
     planning = rank.phase is Phase.PLANNING and rank.claim is None
     return not planning and rank.phase is not Phase.REJECTED
@@ -81,7 +81,7 @@ def rank_report(rank: RankSave) -> coordinator_pb2.RankReport:
         report.timeout_s = max(_EXPIRED_S, rank.deadlines.plan - now)
     if rank.deadlines.save:
         report.save_timeout_s = max(_EXPIRED_S, rank.deadlines.save - now)
-    # In this order: a report of DURABLE must carry the receipt.
+    # By the phase that is reported: a report of DURABLE must carry the receipt.
     if rank.receipt is not None and report.status.phase == Phase.DURABLE.wire:
         report.receipt.CopyFrom(rank.receipt)
     if rank.failure is not None:
@@ -117,12 +117,12 @@ def backlog(
     replicas: Replicas,
     limit: RateLimit | None,
 ) -> Backlog:
-    """What these ranks have in the spool and storage hasn't confirmed, and what spool and loads take."""
+    """What these ranks have in the spool that storage hasn't confirmed, and the use of spool and memory."""
     files = [file for rank in pending for file in rank.files.values() if not file.upload.durable]
     now = time.monotonic()
     leased, held = mapped.leased_bytes()
     usage = spool.usage
-    # What makes way.
+    # Local copies and replicas, which make way for saves.
     kept = mapped.kept_bytes() + replicas.reserved
     return Backlog(
         bytes_queued=sum(max(0, file.held - file.upload.uploaded) for file in files),
@@ -130,7 +130,7 @@ def backlog(
         spool_bytes=usage.reserved,
         leased_bytes=leased,
         held_bytes=held,
-        # A thread may be taking files back.
+        # At least 0: a thread may just be taking files back.
         saves_bytes=max(0, usage.reserved - usage.spare - held - kept - mapped.unused()),
         capacity_bytes=usage.capacity,
         free_bytes=min(usage.capacity, usage.free + kept),
@@ -160,7 +160,7 @@ def save_status(save: Save, coordinator: Coordinator) -> save_pb2.SaveStatus:
         status.CopyFrom(known)
     status.save.CopyFrom(save.id)
     status.id = save.key
-    # The coordinator's differs for a rank that missed a call, and is behind its group.
+    # The coordinator's id differs from that of a rank which missed a call, and is behind its group.
     status.checkpoint_id = status.checkpoint_id or save.checkpoint_id
     status.attempt = status.attempt or next((r.attempt for r in ranks if r.attempt), "")
     status.created_at = status.created_at or save.created_at

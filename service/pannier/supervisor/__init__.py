@@ -1,1 +1,1 @@
-"""Processes that keep daemons running: of one user (:mod:`.up`), and the parts of any supervisor."""
+"""Supervisors, which keep daemons running: ``pannier up`` (:mod:`.up`), and what all of them share."""

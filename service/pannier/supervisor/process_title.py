@@ -1,6 +1,7 @@
-"""The command line that ``ps`` and ``/proc`` show of this process: a copy of another one has that one's.
+"""Sets the command line that ``ps`` and ``/proc`` show of this process: a fork has its parent's.
 
-In: words. Out: they stand where the kernel keeps the arguments, as far as there is room. For the main thread.
+In: words. Out: they replace the arguments in this process's memory, as far as there is room. For the main
+thread.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ def set_process_title(*words: str) -> None:
     fields = _STAT.read_bytes().rpartition(b")")[2].split()
     begin, end = (int(fields[number - 3]) for number in (_ARGUMENTS, _ARGUMENTS + 1))
     size = end - begin
-    if size <= 0:  # a sandbox that doesn't say
+    if size <= 0:  # in a sandbox that doesn't report them
         return
     text = b"\0".join(word.encode() for word in words)[: size - 1]
     ctypes.memmove(begin, text.ljust(size, b"\0"), size)

@@ -1,6 +1,6 @@
 """Child processes: forked, forked again after a crash, and stopped within a grace period.
 
-In: what each runs. Out: their ends. Single-threaded: waits for signals only.
+In: the function that each runs. Out: exit statuses. Single-threaded: waits for signals only.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ class ChildProcess:
         return code
 
     def send_signal(self, sig: int) -> None:
-        """Does nothing when it has ended."""
+        """Sends a signal; does nothing when the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
@@ -59,7 +59,7 @@ def fork(run: Callable[[], int], *, on_death: signal.Signals = signal.SIGKILL) -
     while this process has one thread, and no gRPC object.
 
     Args:
-        on_death: what the copy gets when this process dies.
+        on_death: the signal that the copy gets when this process dies.
     """
     setup = child_setup(os.getpid(), on_death)
     _flush()
@@ -83,7 +83,7 @@ def fork(run: Callable[[], int], *, on_death: signal.Signals = signal.SIGKILL) -
 
 
 def _flush() -> None:
-    """Writes out what was said, where that is possible: a log's disk may be full, or its reader gone."""
+    """Flushes stdout and stderr if possible: the log's disk may be full, or its reader may have exited."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -106,11 +106,6 @@ class Daemon:
         self.due: float | None = 0.0
         """When to start it, on the monotonic clock; None while it runs."""
 
-    @property
-    def pid(self) -> int | None:
-        """Of its latest process."""
-        return None if self._process is None else self._process.pid
-
     def start_if_due(self) -> None:
         """Starts it unless it runs, or is to be started later."""
         if self.due is None or self.due > time.monotonic():
@@ -122,7 +117,7 @@ class Daemon:
         _log.info("%s started, process %d", self.name, self._process.pid)
 
     def poll(self) -> int | None:
-        """Exit status when the process has just ended."""
+        """Exit status once the process has ended; None while it runs, or while a start is scheduled."""
         if self.due is not None or self._process is None:
             return None
         return self._process.poll()
@@ -132,7 +127,9 @@ class Daemon:
         now = time.monotonic()
         if now - self._started >= timeouts.DAEMON_STEADY_S:
             self.crashes = 0
-        delay = min(timeouts.DAEMON_AGAIN_S * 2**self.crashes, timeouts.DAEMON_LONGEST_AGAIN_S)
+        # Bounded: the sidecar of a job is started again however often it crashes.
+        delay = timeouts.DAEMON_AGAIN_S * 2 ** min(self.crashes, 16)
+        delay = min(delay, timeouts.DAEMON_LONGEST_AGAIN_S)
         self.crashes += 1
         self.due = now + delay
         _log.warning("%s ended with %s; restart in %.1f s", self.name, ending(code), delay)
@@ -142,7 +139,7 @@ class Daemon:
         return self.due is None and time.monotonic() - self._started >= timeouts.DAEMON_STEADY_S
 
     def restart(self) -> None:
-        """Its process has ended as it was asked to: the next one is started at once."""
+        """Schedules a start at once, after the process has ended as it was asked to."""
         self.crashes, self.due = 0, 0.0
 
     def running(self) -> bool:
@@ -153,12 +150,6 @@ class Daemon:
         """Sends a signal to its process, if it runs."""
         if self._process is not None:
             self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """Returns when the process has ended."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
 
 
 class Signals:
@@ -174,7 +165,7 @@ class Signals:
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """They are only delivered to :meth:`stop_requested` as long as the context lasts."""
+        """As long as the context lasts, only :meth:`stop_requested` receives these signals."""
         waited = {signal.SIGCHLD, *self._stops}
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
         try:
@@ -183,7 +174,7 @@ class Signals:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
     def stop_requested(self, timeout_s: float | None) -> bool:
-        """Waits for one of them, at most ``timeout_s`` seconds; whether it was a stop signal."""
+        """Waits for one of these signals, at most ``timeout_s`` seconds; whether it was a stop signal."""
         waited = {signal.SIGCHLD, *self._stops}
         if timeout_s is None:
             return signal.sigwaitinfo(waited).si_signo in self._stops
@@ -193,20 +184,42 @@ class Signals:
     def end(self, daemons: Collection[Daemon], grace_s: float) -> bool:
         """Sends SIGTERM to all, and SIGKILL at the deadline or after a second stop signal.
 
-        Returns whether further daemons get no grace period either.
+        A process that is stuck in the kernel is left behind; it ends with its system call. Returns whether
+        further daemons get no grace period either.
         """
         hurried = grace_s <= 0
         for daemon in daemons:
             daemon.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
-        while running := [daemon for daemon in daemons if daemon.running()]:
+        while running := _running(daemons):
             left = deadline - time.monotonic()
             hurried = hurried or (left > 0 and self.stop_requested(left))
             if hurried or left <= 0:
-                for daemon in running:
-                    _log.warning("%s did not end in time; killed", daemon.name)
-                    daemon.kill()
+                self._kill(running)
+                break
         return hurried
+
+    def _kill(self, daemons: Collection[Daemon]) -> None:
+        # All of them before the first wait: one that is stuck in the kernel doesn't end.
+        for daemon in daemons:
+            _log.warning("%s did not end in time; killed", daemon.name)
+            daemon.signal(signal.SIGKILL)
+        deadline = time.monotonic() + timeouts.HUNG_CALL_S
+        while running := _running(daemons):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                for daemon in running:
+                    _log.error(
+                        "%s has not ended %.0f s after SIGKILL: a system call of it hangs. Does its "
+                        "spool's file system respond?",
+                        *(daemon.name, timeouts.HUNG_CALL_S),
+                    )
+                return
+            self.stop_requested(left)
+
+
+def _running(daemons: Collection[Daemon]) -> list[Daemon]:
+    return [daemon for daemon in daemons if daemon.running()]
 
 
 def next_start(daemons: Collection[Daemon]) -> float | None:

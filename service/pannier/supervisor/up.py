@@ -1,8 +1,8 @@
 """Keeps one sidecar, and usually a coordinator, running for the jobs of one user.
 
-In: what runs each, and a runtime directory. Out: an exit status, after the idle exit of a
+In: the function that runs each, and a runtime directory. Out: an exit status, after the idle exit of a
 daemon, after a signal, or when a daemon can't run. Single-threaded: waits for signals only. The daemons
-are forked from this process: what it has imported is imported once, and its memory is shared.
+are forked from this process: modules that it has imported are imported once, and their memory is shared.
 """
 
 import logging
@@ -84,10 +84,10 @@ class Supervisor:
 
     Args:
         directory: holds the lock and the pid file; created with mode 0700.
-        sidecar: runs it, in a copy of this process; returns, or exits with, its exit status.
-        coordinator: the same; None when the sidecar uses one elsewhere.
+        sidecar: runs the sidecar, in a copy of this process; returns, or exits with, its exit status.
+        coordinator: runs the coordinator in the same way; None when the sidecar uses one elsewhere.
         shared: the coordinator serves other hosts as well: its idle exit counts, not the sidecar's.
-        record: what trainers compare themselves with.
+        record: what trainers compare their own environment and version with.
         grace_s: the sidecar's time to finish uploads after SIGTERM.
         margin_s: a daemon's time to exit on top of that, before SIGKILL.
     """
@@ -154,7 +154,7 @@ class Supervisor:
                     raise AlreadyRunningError(
                         f"process {pid} already supervises {self._directory}"
                     ) from None
-                # Its holder is stopping, within its grace period.
+                # The supervisor that holds the lock is stopping, within its grace period.
             else:
                 return lock
 
@@ -198,7 +198,7 @@ def _fork(run: Callable[[], int]) -> ChildProcess:
         _leave_supervisor()
         return run()
 
-    # It finishes uploads within its grace period, as after any SIGTERM.
+    # When the supervisor dies, a daemon finishes uploads within its grace period, as after any SIGTERM.
     return fork(run_daemon, on_death=signal.SIGTERM)
 
 
@@ -235,7 +235,7 @@ def _check_directory(directory: Path) -> None:
 
 
 def _has_open(pid: int, path: Path) -> bool:
-    """Whether a process of this user has a file open; in another PID namespace it is another process."""
+    """Whether a process of this user has a file open. A pid of another PID namespace is another process."""
     with suppress(FileNotFoundError, PermissionError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(FileNotFoundError):  # closed meanwhile

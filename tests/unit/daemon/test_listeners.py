@@ -15,6 +15,7 @@ import pytest
 from pannier.daemon.listeners import bind_listeners, server_options
 from pannier.wire.errors import ConfigurationError
 from support.network.other_user import OTHER_UID, may_connect, needs_root
+from support.processes.ranks import free_port
 from support.processes.stretch import BOUND_S
 
 
@@ -143,17 +144,19 @@ def test_what_is_no_socket_is_left_alone(sockets: Path) -> None:
     assert (sockets / "d.sock").read_text() == "precious"
 
 
-def test_a_port_in_use_is_a_configuration_error() -> None:
+@pytest.mark.parametrize("setting", ["--address", "--listen"])
+def test_a_port_in_use_is_an_error_that_names_its_setting(setting: str) -> None:
     first, second = (
         grpc.server(ThreadPoolExecutor(1)),
         grpc.server(ThreadPoolExecutor(1), options=server_options()),
     )
     port = first.add_insecure_port("127.0.0.1:0")
     first.start()
+    taken, free = f"127.0.0.1:{port}", f"127.0.0.1:{free_port()}"
     try:
         with (
-            pytest.raises(ConfigurationError, match=str(port)),
-            bind_listeners(second, f"127.0.0.1:{port}"),
+            pytest.raises(ConfigurationError, match=rf"on {taken} \({setting}\)"),
+            bind_listeners(second, *([taken] if setting == "--address" else [free, taken])),
         ):
             pass
     finally:

@@ -209,6 +209,7 @@ def test_a_lost_process_is_named_and_ended_loads_are_forgotten(clock: Clock) -> 
     assert loads.get("load-x").failures[0].message == (
         "process 100 of rank 0 on host node-0 died while it loaded"
     )
+    key = loads.find("load-x")
     for number in range(100):
         rank = ReportingRank(0, f"c{number}", of=1, group=f"c{number}")
         loads.apply(rank(load=f"l{number}", phase=LOADED))
@@ -216,6 +217,10 @@ def test_a_lost_process_is_named_and_ended_loads_are_forgotten(clock: Clock) -> 
     assert len(loads.list()) == len(loads._by_call)
     with pytest.raises(UnknownLoadError, match="load-x"):
         loads.get("load-x")
+    # As a watch that began before asks.
+    forgotten = "this daemon has forgotten load 'load-x': it keeps at most 64 loads that have ended"
+    with pytest.raises(UnknownLoadError, match=forgotten):
+        loads.status_of(key, "load-x")
 
 
 def test_reports_without_a_call_or_of_endless_texts_are_refused_or_cut(clock: Clock) -> None:

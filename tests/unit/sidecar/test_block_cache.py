@@ -15,8 +15,8 @@ from pannier.sidecar.restore.block_cache import (
     BlockCache,
     BlockKey,
     BlockRequest,
+    CachedBlock,
     Fetched,
-    Held,
     WantedBlock,
 )
 from pannier.sidecar.restore.block_memory import BlockMemory
@@ -72,7 +72,7 @@ class Reader:
         wanted = WantedBlock(key, len(content(block)), readers, fetch, remote)
         return self.cache.request(wanted, self.name)
 
-    async def read(self, block: int, *, readers: int = 0, load: str = "load") -> Held:
+    async def read(self, block: int, *, readers: int = 0, load: str = "load") -> CachedBlock:
         """Reads it, and releases it."""
         request = self.request(block, readers=readers, load=load)
         held = await hold(request)
@@ -80,11 +80,11 @@ class Reader:
         request.release()
         return held
 
-    def content(self, held: Held) -> bytes:
+    def content(self, held: CachedBlock) -> bytes:
         return self.cache.memory.read(held.slot, 0, held.size)
 
 
-async def hold(request: BlockRequest) -> Held:
+async def hold(request: BlockRequest) -> CachedBlock:
     await request.arrive()
     held = request.hold()
     assert held is not None

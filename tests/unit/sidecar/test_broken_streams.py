@@ -97,6 +97,7 @@ def test_a_client_that_breaks_twice_has_all_its_time_again(monkeypatch: pytest.M
         await clock.wait(2)
         assert client.rank.failure is not None
         assert client.rank.failure.kind == save_pb2.FAILURE_KIND_LOST
+        assert "process 42 of rank 0 on host node-0 is gone: its" in client.rank.failure.message
         assert client.deaths == ["the process 42 of rank 0 on host node-0"]
 
     asyncio.run(main())
@@ -127,6 +128,8 @@ def test_a_rank_that_is_expected_again_has_no_more_time(monkeypatch: pytest.Monk
         client.connections.expect(client.rank, 10)
         await clock.wait(2)
         assert client.rank.failure is not None
+        never = "rank 0 on host node-0 sent data but never connected to the sidecar within 10 s"
+        assert never in client.rank.failure.message
 
     asyncio.run(main())
 

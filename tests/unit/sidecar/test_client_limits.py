@@ -1,5 +1,6 @@
 """Peers that take more than their share of a sidecar: refused with the limit, and others go on."""
 
+import os
 import socket
 import struct
 import threading
@@ -12,9 +13,11 @@ import pytest
 from pannier.common import timeouts
 from pannier.daemon import listeners
 from pannier.sidecar.rpc import connections, servicer
+from pannier.sidecar.spool import fd_server
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import addresses, chunk_codec, errors, limits
 from support.actors.hosts import Host, await_true, running_host
+from support.actors.nodes import raw_connection
 from support.actors.scripted import PLAN_ID, Trainer, WriteStream, attempt_of
 from support.processes.stretch import BOUND_S
 
@@ -157,7 +160,7 @@ def test_data_files_of_a_rank_have_a_limit(host: Host, monkeypatch: pytest.Monke
 
 def test_connections_of_one_rank_have_a_limit(host: Host) -> None:
     host.start()
-    for number in range(connections._MOST):
+    for number in range(connections._MAX_CONNECTIONS_PER_RANK):
         host.trainer(client=f"c{number}")
     one_more = Trainer(host.address, client="more")
     host._trainers.append(one_more)
@@ -195,6 +198,20 @@ def test_connections_have_a_limit_and_those_within_it_are_served(
         context = trainer.context(host.id())
         trainer.hand_over(context, trainer.write(context, "0", b"x"))
     serves(host)
+
+
+def test_connections_for_descriptors_have_a_limit_that_the_log_names(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fd_server, "MAX_CONNECTIONS", 1)
+    host.start()
+    with raw_connection(host.address), raw_connection(host.address) as one_more:
+        assert one_more.recv(1) == b""
+    assert (
+        "1 connections for descriptors are open, which is the limit: the one of process "
+        f"{os.getpid()} is closed"
+    ) in caplog.text
+    assert "may not lease" not in caplog.text
 
 
 def _settings() -> bytes:

@@ -241,6 +241,20 @@ def test_a_load_whose_descriptors_cannot_be_opened_gets_none(
     assert made.copies.served == 0
 
 
+def test_a_located_file_in_whose_place_another_save_is_by_now_is_not_passed(made: Copies) -> None:
+    (first,) = made.commit(1)
+    token = made.locate(1, "1-0").token
+    assert made.run(made.copies.evict_oldest())
+    (second,) = made.commit(2)
+    # A spool file of the same job that keeps content, but not what was located.
+    assert second is first
+    assert made.mapped.keeps(second)
+    assert made.run(made.copies.open_descriptors(token)) == []
+    (descriptor,) = made.run(made.copies.open_descriptors(made.locate(2, "2-0").token))
+    os.close(descriptor)
+    assert made.copies.served == MIB
+
+
 SIZE = 4 * MIB
 
 

@@ -67,7 +67,7 @@ def test_readers_of_a_released_file_get_an_error(memory: Path) -> None:
         assert spool_file is not None
         assert await file.release() is None
         assert cut == [1]
-        with pytest.raises(errors.UnavailableError, match="file f isn't needed any more"):
+        with pytest.raises(errors.UnavailableError, match="file f: its save has ended or failed"):
             await asyncio.wait_for(reading, BOUND_S)
         spool.close()
 

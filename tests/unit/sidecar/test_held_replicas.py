@@ -495,6 +495,22 @@ def test_only_what_is_complete_is_taken_over_and_once(holder: ReplicaHosts) -> N
     await_true(lambda: len(copied(holder)) == 2, "a local copy")
 
 
+def test_an_idle_exit_waits_for_what_was_taken_over_and_not_for_a_rank_that_is_here_itself(
+    holder: ReplicaHosts,
+) -> None:
+    data = os.urandom(1000)
+    own, lost = (replica_start(holder.holder.id(n), data, number=n) for n in (1, 2))
+    held = holder.holder.sidecar.replicas.held
+    holder.send(own, data)
+    trainer = holder.holder.trainer(3, (2, 3))
+    trainer.plan(trainer.context(holder.holder.id(1), 1))
+    assert not holder.holder.loop.run(held.take_over_all())
+    holder.send(lost, data)
+    assert holder.holder.loop.run(held.take_over_all())
+    holder.holder.coordinator.await_phase(lost.context, DURABLE)
+    assert not holder.holder.loop.run(held.take_over_all())
+
+
 def test_a_take_over_outlives_the_sidecar(holder: ReplicaHosts) -> None:
     data = os.urandom(1000)
     start = start_of(holder, data)

@@ -169,7 +169,14 @@ def test_there_are_not_more_than_a_host_can_have(files: JobFiles) -> None:
         files.add(f"job-{number:03}", **GOOD | {"tokens": [f"{number:032}"]})
     jobs = JobDirectory(files.directory)
     assert len(jobs.read()) == MOST
-    assert "more than" in jobs.problems[f"job-{MOST:03}.json"]
+    refused = f"a node serves at most {MOST} jobs: this one is not served"
+    assert jobs.problems[f"job-{MOST:03}.json"].endswith(refused)
+    # A later one takes no job's place, whatever its name.
+    files.add("a-new-one", **GOOD | {"tokens": ["a1" * 16]})
+    assert jobs.read().keys() == {f"job-{number:03}" for number in range(MOST)}
+    assert jobs.problems.keys() == {"a-new-one.json", f"job-{MOST:03}.json"}
+    files.remove("job-007")
+    assert "a-new-one" in jobs.read()
 
 
 def test_a_sidecar_needs_the_directory(tmp_path: Path) -> None:

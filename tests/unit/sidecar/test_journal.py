@@ -1,6 +1,7 @@
 """The journal of a spool: what is read of it whole, torn, damaged, older and newer, and what it says."""
 
 import asyncio
+import errno
 import os
 import random
 import threading
@@ -287,6 +288,51 @@ def test_a_write_that_fails_leaves_no_half_record(
     assert written.read() == Contents(records=kept, end=len(image(kept)))
     written.close(remove=True)
     assert not os.listdir(tmp_path)
+
+
+def test_a_directory_that_can_not_be_synced_leaves_no_gap_and_is_synced_before_anything_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(directory: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    # The new file is shorter than the one that it replaces.
+    path = write(tmp_path, *STORY, *[held(2, 10, 22)] * 50)
+    with monkeypatch.context() as broken:
+        broken.setattr(journal, "_sync_directory", fail)
+        written = JournalState(tmp_path)._journal
+        written.append(begun(3))
+        with pytest.raises(errors.PannierError, match=r"fsync failed: .*Input/output error"):
+            written.sync()
+    last = opened(3, spool_file="00000003.data")
+    written.append(last)
+    written.sync()
+    contents = decode(path.read_bytes(), path)
+    assert (contents.torn, contents.damaged_at) == (0, None)
+    assert contents.records[-2:] == [begun(3), last]
+    assert [state.number for state in JournalState(tmp_path).states()] == [1, 2, 3]
+
+
+def test_an_empty_spool_whose_directory_can_not_be_synced_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(directory: Path) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(journal, "_sync_directory", fail)
+    with pytest.raises(errors.ConfigurationError, match=r"fsync failed: .*: name another --spool"):
+        JournalState(tmp_path)
+
+
+def test_a_journal_that_was_removed_says_what_to_do(tmp_path: Path) -> None:
+    written = Journal(tmp_path)
+    written.rewrite(STORY[:1])
+    written.path.unlink()
+    with pytest.raises(
+        errors.PannierError,
+        match="restart the sidecar; saves that are not committed must be made again",
+    ):
+        written.sync()
 
 
 def test_threads_may_add_and_sync_at_once(tmp_path: Path) -> None:

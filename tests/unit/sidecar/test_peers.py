@@ -12,7 +12,7 @@ import pytest
 
 from pannier.common import timeouts
 from pannier.daemon.listeners import server_options
-from pannier.sidecar.restore.block_fetcher import Attempt
+from pannier.sidecar.restore.block_fetcher import BlockFetcher, SourceRequest
 from pannier.sidecar.restore.peers import PeerBlock, Peers
 from pannier.storage import NotFoundError
 from pannier.v1 import restore_pb2, restore_pb2_grpc
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 class Replaced:
-    """TLS files that are replaced."""
+    """TLS files that are replaced. As the real ones, they are compared with those of the last channel."""
 
     def __init__(self) -> None:
         self.replaced = False
@@ -32,6 +32,7 @@ class Replaced:
         return self.replaced
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
+        self.replaced = False
         return grpc.ssl_channel_credentials()
 
 
@@ -104,9 +105,9 @@ def test_a_block_comes_in_pieces_with_signs_of_life() -> None:
             block = PeerBlock(peers, host, restore_pb2.ReadBlockRequest(file="a"))
             # The first one has to be connected to.
             for quiet_s in (timeouts.BLOCK_FIRST_STALL_S, timeouts.BLOCK_STALL_S):
-                attempt = Attempt()
-                assert b"".join(await block.read(attempt)) == data
-                assert attempt.quiet_s == quiet_s
+                request = SourceRequest()
+                assert b"".join(await block.read(request)) == data
+                assert request.quiet_s == quiet_s
 
     asyncio.run(main())
 
@@ -127,7 +128,7 @@ def test_a_peer_that_sends_nonsense_is_an_error_by_its_name(
             peer.responses = responses
             block = PeerBlock(peers, host, restore_pb2.ReadBlockRequest(file="a"))
             with pytest.raises(IntegrityError, match=message):
-                await block.read(Attempt())
+                await block.read(SourceRequest())
 
     asyncio.run(main())
 
@@ -145,12 +146,30 @@ def test_a_peer_that_fails_is_avoided_and_logged_once_until_it_answers_again(
             monkeypatch.setattr(timeouts, "PEER_AVOIDED_S", 0.0)
             block.failed(None)
             assert peers.is_usable(host)
-            await block.read(Attempt())
+            await BlockFetcher(1).fetch([block], 4, None, "block 0 of a")
 
     with caplog.at_level(logging.INFO):
         asyncio.run(main())
     texts = [record.message.partition(" at ")[0] for record in caplog.records]
     assert texts == ["blocks that the sidecar of node-1", "the sidecar of node-1"]
+
+
+def test_a_peer_whose_blocks_are_all_corrupt_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        async with serving() as (peer, peers, host):
+            # Sent as it lies there.
+            peer.responses = [response(b"data", crc32c=crc32c.crc32c(b"data"))]
+            fetcher, request = BlockFetcher(1), restore_pb2.ReadBlockRequest(file="a", crc32c=7)
+            for _ in range(3):
+                with pytest.raises(IntegrityError, match="from node-1, the receipt has 00000007"):
+                    await fetcher.fetch([PeerBlock(peers, host, request)], 4, 7, "block 0 of a")
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(main())
+    (record,) = (each for each in caplog.records if each.name.endswith("restore.peers"))
+    assert record.message.startswith("blocks that the sidecar of node-1")
 
 
 def test_what_is_not_in_a_peers_spool_is_no_fault_of_it() -> None:
@@ -159,7 +178,7 @@ def test_what_is_not_in_a_peers_spool_is_no_fault_of_it() -> None:
             request = restore_pb2.ReadBlockRequest(file="a", spool_only=True)
             block = PeerBlock(peers, host, request)
             with pytest.raises(NotFoundError, match="not here") as caught:
-                await block.read(Attempt())
+                await block.read(SourceRequest())
             error: PannierError = caught.value
             block.failed(error)
             assert peers.is_usable(host)
@@ -188,13 +207,32 @@ def test_replaced_certificates_and_long_idleness_lead_to_other_channels(
         assert second is not first
         # Calls may still be under way on the first.
         assert len(peers._retired) == 1
-        tls.replaced = False
         monkeypatch.setattr(timeouts, "STORE_KEPT_S", -1.0)
         monkeypatch.setattr(timeouts, "BLOCK_S", -1.0)
         peers._retired = [(0.0, channel) for _, channel in peers._retired]
         await peers.tick()
         assert not peers._channels
         assert not peers._retired
+        await peers.close()
+
+    asyncio.run(main())
+
+
+def test_no_channel_keeps_replaced_certificates_when_another_one_is_opened_first() -> None:
+    async def main() -> None:
+        tls = Replaced()
+        peers = Peers(tls, "sidecar", insecure=False)  # type: ignore[arg-type]
+        old, new = (
+            restore_pb2.FetchHost(host=f"node-{number}", peer_address=f"10.0.0.{number}:7073")
+            for number in (1, 2)
+        )
+        peers.stub(old)
+        (first,) = peers._channels.values()
+        tls.replaced = True
+        peers.stub(new)
+        await peers.tick()
+        assert list(peers._channels) == [new.peer_address]
+        assert [channel for _, channel in peers._retired] == [first]
         await peers.close()
 
     asyncio.run(main())

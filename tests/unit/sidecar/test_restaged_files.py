@@ -170,3 +170,21 @@ def test_what_is_handed_over_after_its_deadline_is_refused_and_fails_by_name(
     report = host.coordinator.await_phase(context, FAILED)
     assert report.failure.kind == save_pb2.FAILURE_KIND_DEADLINE
     assert "rank 0 on node-0" in report.failure.message
+
+
+def test_a_hand_over_that_failed_halfway_leaves_no_file_out_of_the_upload(host: Host) -> None:
+    host.start()
+    trainer = host.trainer()
+    context = trainer.context(host.id())
+    names = [trainer.header(context, index, 0).name for index in "01"]
+    with LeaseHolder(trainer, host.address) as holder:
+        (leased,) = holder.lease(MIB)
+        first = staged(leased, names[0], b"1" * MIB)
+        with pytest.raises(InvalidRequestError, match="is no spool file that the rank has leased"):
+            hand_over(trainer, context, [first, Mapped(names[1], MIB, "ended")])
+        # Then all of it is streamed.
+        files = [trainer.write(context, index, index.encode() * MIB) for index in "01"]
+        trainer.hand_over(context, *files)
+        host.coordinator.await_phase(context, DURABLE)
+    for name_of, index in zip(names, "01", strict=True):
+        assert Path(host.id(), name_of).read_bytes() == index.encode() * MIB

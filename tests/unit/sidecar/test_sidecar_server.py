@@ -1,6 +1,7 @@
 """A sidecar in this process, with a scripted coordinator and scripted trainers, over unix sockets."""
 
 import asyncio
+import logging
 import os
 import re
 import subprocess
@@ -1043,6 +1044,24 @@ def test_idle_exit_waits_for_clients_and_outcomes(host: Host) -> None:
     host.coordinator.send(status_of(context, COMMITTED))
     waiting.join(BOUND_S)
     assert not waiting.is_alive()
+
+
+def test_an_idle_sidecar_says_that_it_exits_only_once_it_has_no_replica_to_upload(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(timeouts, "CHECK_S", 0.05)
+    said: list[bool] = []
+
+    async def take_over_all() -> bool:
+        said.append(": exiting" in caplog.text)
+        return len(said) == 1
+
+    host.start(idle_exit_s=0.01)
+    monkeypatch.setattr(host.sidecar.replicas.held, "take_over_all", take_over_all)
+    wait_for_exit(host)
+    assert said == [False, False]
+    assert caplog.text.count(": exiting") == 1
 
 
 @pytest.mark.parametrize("aborted", [False, True])

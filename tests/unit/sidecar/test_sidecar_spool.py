@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from pannier.common import timeouts
+from pannier.sidecar.spool import spool as spool_module
 from pannier.sidecar.spool.spool import Spool
 from pannier.wire import errors
 from support.actors.hosts import running_host
 from support.actors.lease_holder import LeaseHolder
 from support.processes.daemons import memory_directory
+from support.processes.descriptors import opened
 
 MIB = 1 << 20
 
@@ -117,6 +119,18 @@ def test_a_spool_that_is_a_file_is_refused(memory: Path) -> None:
     (memory / "spool").write_text("x")
     with pytest.raises(errors.ConfigurationError, match="can't be used"):
         Spool(memory / "spool")
+
+
+def test_a_spool_in_use_is_refused_by_that_name_also_where_the_kernel_shows_no_locks(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool_module, "_LOCKS", memory / "none")
+    used = Spool(memory / "spool")
+    refused = f"another sidecar works on the spool {used.directory}; end it"
+    with pytest.raises(errors.ConfigurationError, match=refused):
+        Spool(used.directory)
+    assert opened().splitlines().count(os.path.realpath(used.directory)) == 1
+    used.close()
 
 
 def test_a_request_that_there_is_no_room_for_is_counted() -> None:

@@ -19,7 +19,7 @@ _OUTCOMES: Final = {
     "failed": load_status_pb2.LOAD_STATE_FAILED,
 }
 _SOURCES: Final = {"own spool": "own_spool", "bucket": "bucket"}
-"""Labels by source; of any other, a host: ``peer``."""
+"""Labels by source; any other source is a host, with the label ``peer``."""
 _EVENTS: Final = (
     ("retries", "pannier_load_retries", "Requests of loads that were repeated."),
     (
@@ -37,7 +37,7 @@ _SECONDS: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 120
 
 
 def observe_seconds(loads: LoadRegistry, registry: CollectorRegistry) -> None:
-    """Has the durations of loads counted."""
+    """Registers a histogram of the durations of loads, which ``loads`` fills."""
     loads.seconds = Histogram(
         "pannier_load_seconds",
         "Seconds from the first rank's call of load until the slowest rank had loaded.",

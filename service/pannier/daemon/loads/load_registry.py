@@ -38,7 +38,7 @@ class LoadRegistry(Notifier):
     """See the module.
 
     Args:
-        sees_all: reports of whole groups come here, by sidecars: a rank without any for some time is lost.
+        sees_all: sidecars report whole groups here: a rank without a report for some time is lost.
     """
 
     def __init__(self, *, sees_all: bool = False) -> None:
@@ -55,12 +55,12 @@ class LoadRegistry(Notifier):
         self.ended: Counter[int] = Counter()
         """Loads by ``LoadState``."""
         self.seconds: Histogram | None = None
-        """Gets how long each took."""
+        """Gets the duration of each load."""
 
     # In.
 
     def apply(self, report: load_status_pb2.LoadReport) -> None:
-        """The next report about one rank's call. Raises InvalidRequestError, OverloadedError."""
+        """Takes the next report about one rank's call. Raises InvalidRequestError, OverloadedError."""
         check_load_report(report)
         load = self._enter(report)
         load.describe(report)
@@ -74,7 +74,7 @@ class LoadRegistry(Notifier):
         self._update(load)
 
     def lose(self, call: str, reason: str) -> None:
-        """The process that made this call is dead: fails it, unless it had ended."""
+        """Fails the rank that made this call, and whose process is dead, unless the call had ended."""
         load = self._by_call.get(call)
         if load is None:
             return
@@ -91,7 +91,7 @@ class LoadRegistry(Notifier):
         """The load that the rank's call belongs to."""
         load = self._by_call.get(report.call)
         if load is not None and report.load and load.load_id not in ("", report.load):
-            # It was put there by its group, before its id was known.
+            # The call was assigned to this load by its group, before the id of its own was known.
             self._remove_rank(load, report.status.rank)
             load = None
         if load is None:
@@ -101,7 +101,7 @@ class LoadRegistry(Notifier):
         return load
 
     def _find_for(self, report: load_status_pb2.LoadReport) -> Load | None:
-        """A load that the rank may take part in by a call that is new here."""
+        """The known load that a new call belongs to; None: there is none."""
         rank = report.status.rank
         if report.load:
             for load in reversed(self._loads.values()):
@@ -114,10 +114,10 @@ class LoadRegistry(Notifier):
             if _has_room(load, rank):
                 return load
             if load.load_id:
-                # Other ranks may only report its end later than this one began the next; the
-                # end of a dead rank is seen by its stream.
+                # Other ranks may report this load's end after this rank began its next load. A dead rank is
+                # noticed by its stream.
                 continue
-            # A rank is in one load at a time: the processes of that one have ended.
+            # A rank is in one load at a time: the processes of this load have ended.
             load.superseded = True
             self._update(load)
         return None
@@ -138,7 +138,7 @@ class LoadRegistry(Notifier):
         self.notify(load.key)
 
     def _update(self, load: Load) -> None:
-        """After a change."""
+        """Called after a change: counts the load once it has ended, and notifies watches."""
         if load.ended and load.ended_at is None:
             load.ended_at = time.monotonic()
             self.ended[load.state] += 1
@@ -202,13 +202,15 @@ class LoadRegistry(Notifier):
 
     def get(self, name: str) -> load_status_pb2.LoadStatus:
         """Status by id, or of the newest load of a checkpoint id. Raises UnknownLoadError."""
-        return self.status_of(self.find(name))
+        return self.status_of(self.find(name), name)
 
-    def status_of(self, key: str) -> load_status_pb2.LoadStatus:
-        """Status of the load with a key. Raises UnknownLoadError: it is no longer remembered."""
+    def status_of(self, key: str, name: str) -> load_status_pb2.LoadStatus:
+        """Status of the load with a key. Raises UnknownLoadError, which calls it ``name``: it was forgotten."""
         load = self._loads.get(key)
         if load is None:
-            raise UnknownLoadError("this load is no longer remembered")
+            raise UnknownLoadError(
+                f"this daemon has forgotten load {name!r}: it keeps at most {_ENDED_KEPT} loads that have ended"
+            )
         return load.status()
 
     def list(self, *, job: str = "", limit: int = 0) -> "list[load_status_pb2.LoadStatus]":
@@ -218,7 +220,7 @@ class LoadRegistry(Notifier):
         return [self._brief(load) for load in found[: limit or _DEFAULT_LIMIT]]
 
     def _brief(self, load: Load) -> load_status_pb2.LoadStatus:
-        """The status without ranks, which is made of all of them: cached for a moment, at its end for good."""
+        """The status without ranks, cached as it is made from all ranks: a moment, or for good once ended."""
         now = time.monotonic()
         until, status = self._briefs.get(load.key, (0.0, None))
         if status is None or now >= until:
@@ -233,5 +235,5 @@ def _names(load: Load) -> tuple[str, ...]:
 
 
 def _has_room(load: Load, rank: int) -> bool:
-    """Whether a rank that isn't in the load yet may be."""
+    """Whether the load has no call of this rank."""
     return rank not in load.ranks

@@ -1,7 +1,7 @@
 """One load, as its ranks' reports show it.
 
-In: reports of single ranks. Out: its status, with whom it waits for and why it failed; what the reports
-added to the daemon's totals. On the event loop.
+In: reports of single ranks. Out: its status, with the ranks that it waits for and why it failed; what the
+reports added to the daemon's totals. On the event loop.
 """
 
 import time
@@ -19,7 +19,7 @@ LOADED: Final = load_status_pb2.LOAD_PHASE_LOADED
 FAILED: Final = load_status_pb2.LOAD_PHASE_FAILED
 _ENDED: Final = (LOADED, FAILED)
 _FAILURES: Final = 16
-"""Failures that a status has: ranks that fail for one cause have one message."""
+"""Most failures in a status: ranks that fail for one cause have the same message."""
 _EVENTS: Final = ("retries", "hedges", "rejected_blocks")
 
 
@@ -35,7 +35,7 @@ class RankLoad:
         self._status = load_status_pb2.RankLoadStatus()
 
     def apply(self, report: load_status_pb2.LoadReport) -> Counter[str]:
-        """The next report; returns by how much its counts are larger: bytes by source, and events."""
+        """Takes the next report; returns what it adds to the last one: bytes by source, and events."""
         before = _amounts(self._status)
         self.pid = report.pid or self.pid
         self._status.CopyFrom(report.status)
@@ -44,7 +44,7 @@ class RankLoad:
         return _amounts(self._status) - before
 
     def fail(self, message: str) -> None:
-        """The rank is lost."""
+        """Fails the rank as lost."""
         self._status.phase = FAILED
         self._status.failure = save_pb2.FAILURE_KIND_LOST
         self._status.last_error = message
@@ -65,7 +65,7 @@ class RankLoad:
         return max(0.0, observer_clock.now() - self.seen_at)
 
     def status(self) -> load_status_pb2.RankLoadStatus:
-        """What it shows now."""
+        """The status as of now."""
         status = load_status_pb2.RankLoadStatus()
         status.CopyFrom(self._status)
         status.seconds_since_seen = self.unseen_s
@@ -78,7 +78,7 @@ class Load:
     """One load.
 
     Args:
-        key: its name for watches, the same for all its time.
+        key: its name for watches, which never changes.
         report: the first one.
         sees_all: reports of the whole group come here, not only those of one host.
     """
@@ -132,7 +132,7 @@ class Load:
 
     @property
     def state(self) -> "load_status_pb2.LoadState":
-        """By all ranks that have reported: one that has failed fails all."""
+        """The state by all ranks that have reported: one failed rank fails the load."""
         phases = {rank.phase for rank in self.ranks.values()}
         if FAILED in phases or (self.superseded and phases != {LOADED}):
             return load_status_pb2.LOAD_STATE_FAILED
@@ -158,11 +158,11 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """On the slowest rank."""
+        """Seconds that the load has taken on the slowest rank."""
         return max((rank.status().seconds for rank in self.ranks.values()), default=0.0)
 
     def status(self, *, ranks: bool = True) -> load_status_pb2.LoadStatus:
-        """What it shows now; ``ranks``: with each rank's."""
+        """The status as of now; ``ranks``: with the status of each rank."""
         each = [self.ranks[number].status() for number in sorted(self.ranks)]
         amounts = sum((_amounts(status) for status in each), Counter())
         made = load_status_pb2.LoadStatus(
@@ -198,7 +198,7 @@ class Load:
             return waiting_on(late)
         missing = sorted({*self.group_ranks} - {*self.ranks})
         if self._sees_all and missing and all(each.phase == ENTERING for each in ranks):
-            # A rank that waits itself may know the hosts of those.
+            # A rank that waits for the missing ones may know their hosts.
             named = next((each.waiting_for for each in ranks if "rank" in each.waiting_for), "")
             text = named or f"{ranks_text(missing)} to call load"
             return save_pb2.WaitingOn(ranks=missing, text=text)
@@ -236,7 +236,7 @@ def name_of(text: str) -> str:
 def _sum_of_sources(
     ranks: Iterable[load_status_pb2.RankLoadStatus],
 ) -> list[load_status_pb2.LoadSource]:
-    """Of all ranks together, the largest first."""
+    """The sources of all ranks together, the largest first."""
     files: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for status in ranks:

@@ -42,7 +42,7 @@ class JobAuth:
         self._digests = job.digests
         self._path = job.path
         self.leaving = False
-        """The job was removed: its sidecar is to end when its saves have."""
+        """The job was removed: its sidecar exits once the job's saves have ended."""
         if job.leaving:
             self.leave()
         self._stamp: tuple[int, ...] | None = None
@@ -53,15 +53,15 @@ class JobAuth:
         self._digests = frozenset(digests)
 
     def leave(self) -> None:
-        """Rejects the job's calls from now on. In a signal handler, too."""
+        """Rejects the job's calls from now on. May be called by a signal handler."""
         self.leaving = True
         self._path = None
 
     def refresh(self) -> None:
         """Reads the tokens from the job's file, if it has changed.
 
-        One that is missing or invalid changes nothing: the supervisor decides what becomes of the job. It
-        is read again until it is valid: correcting another job's file may make it so.
+        A missing or invalid file changes nothing: the supervisor decides whether the job is still served. An
+        invalid one is read again each time: a correction of another job's file may make it valid.
         """
         path = self._path
         stamp = None if path is None else file_stamp(path)

@@ -17,7 +17,7 @@ from pannier.sidecar.spool.mapped_files import MappedFiles
 def descriptor_socket(
     config: SidecarConfig, auth: JobAuth | None, mapped: MappedFiles, open_for_loads: OpenForLoads
 ) -> AbstractAsyncContextManager[str] | None:
-    """Yields its name; None where trainers come by TCP alone."""
+    """A context that serves the socket and yields its name; None where trainers connect by TCP alone."""
     path = socket_path(config.address)
     if path is None:
         return None

@@ -1,17 +1,17 @@
 """What operators see of a node's sidecars: status, diagnosis, health and metrics of all jobs.
 
-In: calls, and the supervisor's reports. Out: the answers of all jobs' sidecars, merged. One that doesn't
-answer is left out, and named in diagnosis and metrics. Runs on an event loop in a process of its own;
+In: calls, and the supervisor's reports. Out: the answers of all jobs' sidecars, merged. A sidecar that
+doesn't answer is left out, and named in diagnosis and metrics. Runs on an event loop in a process of its own;
 HTTP in threads.
 """
 
 import asyncio
-import json
 import os
 import socket
 import time
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pannier.common import timeouts
-from pannier.common.deadline import within
 from pannier.daemon import doctor_checks
 from pannier.daemon.health_server import serve_health
 from pannier.daemon.http_server import Request, Response, serve_http
@@ -32,6 +31,7 @@ from pannier.daemon.status_page import json_response, page, requested_limit
 from pannier.daemon.status_service import Backlog, DaemonInfo, describe_daemon
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.multi_job.job_sidecars import JobSidecars, job_metrics
+from pannier.sidecar.multi_job.reports import read_report
 from pannier.v1 import (
     diagnosis_pb2,
     diagnosis_pb2_grpc,
@@ -41,9 +41,8 @@ from pannier.v1 import (
 from pannier.wire.errors import from_rpc_error
 
 _CALLS: Final = 256
-"""Of operators at a time."""
+"""Calls of operators at a time."""
 _LIMIT: Final = 100
-_REPORT_BYTES: Final = 1 << 20
 _HTTP_THREADS: Final = 8
 """Fetch the metrics of as many jobs at a time."""
 _STATUS: Final = "pannier.v1.Status"
@@ -224,18 +223,24 @@ def run(config: SidecarConfig, parent: Path, token: str, reports: socket.socket)
     Args:
         parent: the parent of the jobs' directories.
         token: valid at all jobs' sockets.
-        reports: a datagram of the supervisor is the state of all jobs, as JSON.
+        reports: over which the supervisor's reports come; see :mod:`pannier.sidecar.multi_job.reports`.
 
-    Raises ConfigurationError when it can't listen.
+    Raises ConfigurationError when it can't listen, and the error of a report that can't be applied: it must
+    not serve the last state for ever.
     """
-    return asyncio.run(_serve(config, JobSidecars(parent, token), reports))
+    return asyncio.run(_run(config, JobSidecars(parent, token), reports))
 
 
-async def _serve(config: SidecarConfig, jobs: JobSidecars, reports: socket.socket) -> int:
+async def _run(config: SidecarConfig, jobs: JobSidecars, reports: socket.socket) -> int:
+    reader, writer = await asyncio.open_unix_connection(sock=reports)
+    with closing(writer):
+        # Which jobs there are, before anything is served.
+        await jobs.apply(await read_report(reader))
+        return await _serve(config, jobs, reader)
+
+
+async def _serve(config: SidecarConfig, jobs: JobSidecars, reports: asyncio.StreamReader) -> int:
     loop = asyncio.get_running_loop()
-    reports.setblocking(False)
-    # Which jobs there are, before anything is served.
-    await jobs.apply(json.loads(await loop.sock_recv(reports, _REPORT_BYTES)))
     server = grpc.aio.server(
         interceptors=[ErrorInterceptor()],
         options=server_options(),
@@ -252,7 +257,7 @@ async def _serve(config: SidecarConfig, jobs: JobSidecars, reports: socket.socke
     )
     ready = _Readiness(jobs)
     pages = _Pages(status, loop)
-    # The figures of this process are no job's.
+    # Without this process's own figures, which are no job's.
     metrics = Metrics("sidecar", DaemonInfo(config.host), own=False)
     async with StopSignals() as stop:
         with (
@@ -277,9 +282,13 @@ async def _serve(config: SidecarConfig, jobs: JobSidecars, reports: socket.socke
                 await server.start()
                 await checks.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
                 following = loop.create_task(_follow(jobs, reports, ready, checks, services))
+                following.add_done_callback(lambda _: stop.request())
                 await stop.wait()
                 following.cancel()
                 await server.stop(grace=0.2)
+                await asyncio.wait({following})
+    if not following.cancelled():
+        following.result()
     return 0
 
 
@@ -293,7 +302,7 @@ class _Readiness:
         self.latched = False
 
     def update(self) -> None:
-        """Looks again."""
+        """Checks again."""
         late = time.monotonic() - self._since > timeouts.JOB_START_S
         self._begun = self._begun or all(
             late or state["problem"] or self._jobs.is_serving(job)
@@ -304,28 +313,31 @@ class _Readiness:
 
 async def _follow(
     jobs: JobSidecars,
-    reports: socket.socket,
+    reports: asyncio.StreamReader,
     ready: _Readiness,
     checks: Any,
     services: Iterable[str],
 ) -> None:
-    """Applies the supervisor's reports, and sets the health of the services."""
+    """Applies the supervisor's reports, and sets the health of the services.
+
+    Returns when the supervisor is dead, and this process is killed.
+    """
     loop = asyncio.get_running_loop()
     serving, known = health_pb2.HealthCheckResponse.SERVING, None
-    while True:
-        ready.update()
-        if known != ready.latched:
-            known = ready.latched
-            for name in ("", *services):
-                answer = serving if known else health_pb2.HealthCheckResponse.NOT_SERVING
-                await checks.set(name, answer)
-        if not known and not jobs.draining:
-            try:
-                report = await within(0.1, loop.sock_recv(reports, _REPORT_BYTES))
-            except asyncio.TimeoutError:
-                continue
-        else:
-            report = await loop.sock_recv(reports, _REPORT_BYTES)
-        if not report:
-            return  # The supervisor is dead, and this process is killed.
-        await jobs.apply(json.loads(report))
+    reading = loop.create_task(read_report(reports))
+    try:
+        while True:
+            ready.update()
+            if known != ready.latched:
+                known = ready.latched
+                for name in ("", *services):
+                    answer = serving if known else health_pb2.HealthCheckResponse.NOT_SERVING
+                    await checks.set(name, answer)
+            await asyncio.wait({reading}, timeout=None if known or jobs.draining else 0.1)
+            if reading.done():
+                await jobs.apply(reading.result())
+                reading = loop.create_task(read_report(reports))
+    except EOFError:
+        return
+    finally:
+        reading.cancel()

@@ -46,7 +46,7 @@ class JobConfig:
     allow: tuple[str, ...]
     """Roots that its checkpoints must lie below."""
     coordinator: str | None = None
-    """None: that of ``--coordinator``."""
+    """Address of the job's coordinator; None: ``--coordinator``."""
     spool_budget: int | None = None
     """Most bytes of its spool; None: ``--spool-budget``."""
     memory: int | None = None
@@ -101,9 +101,11 @@ class JobDirectory:
         try:
             names = sorted(os.listdir(self._directory))
         except OSError as error:
-            # Half replaced, or unmounted: all jobs stay.
+            # The directory is just being replaced, or unmounted: all jobs stay.
             problems[str(self._directory)] = f"--jobs={self._directory}: {error.strerror}"
             names = [name + SUFFIX for name in self._known]
+        # They keep their places, also when a new job's name comes before theirs.
+        kept = self._known.keys() & {name.removesuffix(SUFFIX) for name in names}
         found: dict[str, JobConfig] = {}
         for name in names:
             # Kubernetes keeps the files that the names link to below "..".
@@ -111,14 +113,16 @@ class JobDirectory:
                 continue
             job = name.removesuffix(SUFFIX)
             try:
-                if len(found) >= MOST:
-                    raise ConfigurationError(f"it is one more than {MOST} jobs")
+                if job not in kept and len(found.keys() | kept) >= MOST:
+                    raise ConfigurationError(
+                        f"a node serves at most {MOST} jobs: this one is not served"
+                    )
                 found[job] = read_job(self._directory / name)
             except ConfigurationError as error:
                 problems[name] = f"{self._directory / name}: {error}"
                 if job in self._known:
                     found[job] = self._known[job]
-        # A job that goes back to its known tokens may share them with another one.
+        # A job that is put back to its known tokens may share these with another job.
         while refused := self._refuse_shared(found):
             for job, others in refused.items():
                 path = self._directory / f"{job}{SUFFIX}"
@@ -130,7 +134,8 @@ class JobDirectory:
     def _refuse_shared(self, found: dict[str, JobConfig]) -> dict[str, list[str]]:
         """Replaces jobs that share tokens by their known content; removes those that are new.
 
-        Returns them, each with the others. A job with its known tokens keeps them: the others came later.
+        Returns these jobs, each with those that it shares tokens with. A job with its known tokens keeps
+        them: the others added them later.
         """
         refused = {}
         for job, others in _shared(found).items():

@@ -1,8 +1,8 @@
 """The sidecars of a node's jobs, as its gateway reaches them: calls, metrics, and whether they listen.
 
-In: the supervisor's reports of which jobs there are. Out: each sidecar's answers. It is reached by a name
-that no pod can replace and with a token of the node. Runs on the gateway's event loop; what any thread
-may call says so.
+In: the supervisor's reports of which jobs there are. Out: each sidecar's answers. A sidecar is reached over a
+socket that no pod can replace, with a token of the node. Runs on the gateway's event loop; methods that any
+thread may call say so.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class JobSidecars:
     """The jobs of the node as the supervisor reports them, and calls to their sidecars. On the loop.
 
     Args:
-        parent: has the sidecars' sockets.
+        parent: the directory with the sidecars' sockets.
         token: valid at all of them.
     """
 
@@ -57,7 +57,7 @@ class JobSidecars:
         self._metadata = token_metadata(token)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.states: dict[str, dict[str, Any]] = {}
-        """By name; any thread may read it, as the others."""
+        """By job; any thread may read this and the other public attributes."""
         self.problems: list[str] = []
         self.draining = False
         self.reported_at = time.monotonic()
@@ -88,7 +88,7 @@ class JobSidecars:
     async def list_saves(
         self, request: status_pb2.ListSavesRequest
     ) -> dict[str, status_pb2.ListSavesResponse]:
-        """The lists of those that answer."""
+        """The lists of the sidecars that answer, by job."""
         answers = await self.ask_all(
             lambda job: self.call(
                 job, status_pb2_grpc.StatusStub, "ListSaves", request, timeouts.JOB_CALL_S
@@ -115,7 +115,7 @@ class JobSidecars:
         return job, save
 
     async def find_load(self, id_: str) -> tuple[str, load_status_pb2.LoadStatus]:
-        """The same of a load. Raises UnknownLoadError."""
+        """The job of a load, and its status. Raises UnknownLoadError."""
         answers = await self._get("GetLoad", status_pb2.GetLoadRequest(id=id_))
         found = [
             (answer.load.created_at, job, answer.load)
@@ -130,7 +130,7 @@ class JobSidecars:
     def watch(
         self, job: str, request: status_pb2.WatchSaveRequest | status_pb2.WatchLoadRequest
     ) -> Any:
-        """The stream of the job's sidecar."""
+        """The stream of statuses from the job's sidecar."""
         stub: Any = status_pb2_grpc.StatusStub(self._channel(job))
         is_load = isinstance(request, status_pb2.WatchLoadRequest)
         call = stub.WatchLoad if is_load else stub.WatchSave

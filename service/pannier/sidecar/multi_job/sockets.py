@@ -1,8 +1,8 @@
 """Sockets that any user may connect to, each job's in a separate directory that its pods mount.
 
 In: the parent directory, which only this user may enter, so that no other user of the host reaches the
-sockets. Out: ``<job>/sidecar.sock``, and one beside it that passes descriptors. A pod may have the
-job's directory writable, and be root: files there are never followed and never opened. So
+sockets. Out: ``<job>/sidecar.sock``, and one beside it that passes descriptors. A pod may mount the
+job's directory writable, and run as root: no link there is followed, and no file is opened. So
 sockets are made in the parent directory and moved, no lock lies beside them, and the node's
 gateway reaches the job's sidecar by names in the parent directory.
 """

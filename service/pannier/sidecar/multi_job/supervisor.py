@@ -10,7 +10,6 @@ one thread and no gRPC object.
 import dataclasses
 import gc
 import importlib
-import json
 import logging
 import secrets
 import signal
@@ -29,6 +28,7 @@ from pannier.daemon.listeners import make_private_directory
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.multi_job import gateway
 from pannier.sidecar.multi_job.job_config import JobConfig, JobDirectory
+from pannier.sidecar.multi_job.reports import ReportSender
 from pannier.sidecar.multi_job.sockets import (
     http_address,
     job_address,
@@ -71,21 +71,21 @@ class _Job:
         self.problem = ""
         """Why it isn't served."""
         self.kill_at: float | None = None
-        """Its process was asked to stop, and has until then, on the monotonic clock."""
+        """When its process, which was asked to stop, is killed; on the monotonic clock."""
 
     def restart(self, config: JobConfig) -> None:
-        """Stops its process at once; the next one has other settings, and the journal."""
+        """Stops its process at once; the next one has the new settings, and resumes from the journal."""
         self.config, self.problem = config, ""
         if not self.daemon.running():
             self.daemon.restart()
             return
         self.kill_at = time.monotonic() + timeouts.JOB_RESTART_S
-        # The second one ends the grace period of the first.
+        # The second signal ends the grace period of the first.
         self.daemon.signal(signal.SIGTERM)
         self.daemon.signal(signal.SIGINT)
 
     def leave(self) -> None:
-        """Its process exits when the job's saves have ended."""
+        """Asks its process to exit once the job's saves have ended."""
         self.config = dataclasses.replace(self.config, leaving=True)
         self.daemon.signal(LEAVE)
 
@@ -119,15 +119,17 @@ class JobSupervisor:
         self._refused: dict[str, str] = {}
         """Why a job has no process, by its name."""
         self._token = secrets.token_hex(32)
-        """Of the gateway, at all jobs' sockets."""
+        """Authenticates the gateway at all jobs' sockets."""
         self._gateway = Daemon("the gateway", self._launch_gateway)
-        self._reports: socket.socket | None = None
-        """To the gateway."""
+        self._reports: ReportSender | None = None
+        """Sends reports to the gateway's present process."""
         self._draining = False
         self._signals = Signals()
 
     def run(self) -> int:
-        """Exit status: 0 stopped by a signal, 1 the gateway keeps failing, 2 it refuses its settings.
+        """Exit status: 0 stopped by a signal, 2 the gateway refuses its settings.
+
+        The gateway and the jobs' sidecars are started again however often they fail.
 
         Raises ConfigurationError when the sockets' directory or the spool can't be used.
         """
@@ -186,7 +188,7 @@ class JobSupervisor:
             self._apply_jobs()
 
     def _check(self, name: str, job: _Job) -> None:
-        """Notes the end of a job's process."""
+        """Handles the end of a job's process, or kills it if its time to exit is over."""
         code = job.daemon.poll()
         if code is None:
             if job.kill_at is not None and time.monotonic() > job.kill_at:
@@ -222,7 +224,7 @@ class JobSupervisor:
                 _log.info("job %s is restarted", name)
                 job.restart(found)
             else:
-                # Its process reads them itself; this is for the next one.
+                # Its process reads other tokens itself; the next process gets them from here.
                 job.config = found
         refused: dict[str, str] = {}
         for name, found in wanted.items():
@@ -289,8 +291,8 @@ class JobSupervisor:
 
     def _launch_gateway(self) -> Any:
         self._close_reports()
-        self._reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._reports.setblocking(False)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._reports = ReportSender(ours)
 
         def run() -> int:
             self._close_reports()
@@ -313,10 +315,7 @@ class JobSupervisor:
             *(job.problem for job in self._jobs.values() if job.problem),
         ]
         jobs = {name: job.state() for name, job in self._jobs.items()}
-        message = {"draining": self._draining, "problems": problems, "jobs": jobs}
-        # Full, or ended: the next one comes soon.
-        with suppress(OSError):
-            self._reports.send(json.dumps(message).encode())
+        self._reports.send({"draining": self._draining, "problems": problems, "jobs": jobs})
 
     def _close_reports(self) -> None:
         if self._reports is not None:

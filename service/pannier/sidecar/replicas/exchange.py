@@ -92,7 +92,7 @@ class Replicas:
     # The stream to the coordinator.
 
     def offer(self) -> coordinator_pb2.ReplicaOffer | None:
-        """That this host takes part; None: it doesn't."""
+        """The offer of this host to take part; None: it doesn't."""
         if not self._config.replicas:
             return None
         return coordinator_pb2.ReplicaOffer(failure_domain=self._config.failure_domain)
@@ -110,7 +110,7 @@ class Replicas:
         self.held.apply_status(status)
 
     def apply(self, response: coordinator_pb2.AttachResponse) -> None:
-        """Takes what the coordinator says of replicas: where they go, and which are to be uploaded."""
+        """Takes a response of the coordinator: where replicas go, and which ones are to be uploaded."""
         if response.HasField("replica_holder") and self._config.replicas:
             self.sender.set_holder(response.replica_holder)
         self._take_over(response.take_over)

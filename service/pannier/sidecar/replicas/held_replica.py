@@ -1,8 +1,8 @@
 """One replica: the data files of a rank of another host, in this host's spool.
 
-In: the chunks of one stream at a time. Out: files with the receipt's checksums, and a rank as its own sidecar
-knows it, which this one can upload. The rank isn't in the registry of this host's saves unless it is taken
-over. On the event loop.
+In: the chunks of one stream at a time. Out: files with the receipt's checksums, and the rank's state as its
+own sidecar has it, by which this sidecar can upload the rank. The rank isn't in the registry of this host's
+saves unless it is taken over. On the event loop.
 """
 
 import time
@@ -33,11 +33,11 @@ class HeldReplica:
         self.outcome: save_pb2.SaveStatus | None = None
         """How its save has ended."""
         self.seen = time.monotonic()
-        """When something of it last arrived, or this process began to hold it."""
+        """When bytes of it last arrived, or this process began to hold it."""
         self.status_at = 0.0
         """When the coordinator last reported its save."""
         self.asked_at = time.monotonic()
-        """When storage was last asked how that ended, or this process began to hold the replica."""
+        """When storage was last asked how the save ended, or this process began to hold the replica."""
         self.problem: PannierError | None = None
         """Why it isn't held any more."""
         self._stream: object | None = None
@@ -45,7 +45,7 @@ class HeldReplica:
 
     @staticmethod
     def begun(start: restore_pb2.ReplicaStart, spool_files: Sequence[SpoolFile]) -> "HeldReplica":
-        """One of which nothing has arrived, in these spool files."""
+        """A new replica, of which nothing has arrived, in these spool files."""
         rank = Save(start.context, start.created_at).add_rank(start.context)
         rank.replica = True
         rank.join_attempt(start.receipt.attempt)
@@ -60,7 +60,7 @@ class HeldReplica:
 
     @staticmethod
     def restored(state: RankState) -> "HeldReplica":
-        """One as the journal has recorded it; the caller adds its files to its rank."""
+        """A replica as the journal has recorded it; the caller adds the files to its rank."""
         begun, receipt = state.begun, state.receipt
         rank = Save(begun.context, begun.created_at).add_rank(begun.context)
         rank.replica = True
@@ -90,7 +90,7 @@ class HeldReplica:
 
     @property
     def files(self) -> list[DataFile]:
-        """In the order of the receipt, which is that of their names' numbers in the rank."""
+        """Its files in the order of the receipt, which is that of the numbers in their names."""
         if self.receipt is None:
             return list(self.rank.files.values())
         return [self.rank.files[each.name] for each in self.receipt.files]
@@ -107,7 +107,7 @@ class HeldReplica:
 
     @property
     def final_receipt(self) -> records_pb2.Receipt:
-        """With the checksums of the files that are here."""
+        """The receipt, with the checksums of the files that are here."""
         assert self.receipt is not None
         return with_checksums(self.receipt, self.rank.files)
 
@@ -117,7 +117,7 @@ class HeldReplica:
         return sum(file.spool_file.capacity for file in self.rank.files.values())
 
     def resume(self, start: restore_pb2.ReplicaStart) -> bool:
-        """Whether it is the replica that a stream begins with; takes its receipt then."""
+        """Whether a stream that begins so sends this replica; takes its receipt if there was none."""
         sizes = {file.name: file.size for file in start.receipt.files}
         known = {file.name: file.size for file in self.rank.files.values()}
         if self.rank.attempt != start.receipt.attempt or sizes != known:
@@ -126,7 +126,7 @@ class HeldReplica:
             return False
         if self.receipt is None:
             self.receipt = start.receipt
-        # As bytes: a metric may be no number, which equals nothing.
+        # Compared as bytes: a metric may be NaN, which doesn't equal itself.
         return encoded(_unchecked(self.receipt)) == encoded(_unchecked(start.receipt))
 
     # The stream that fills it.
@@ -171,7 +171,7 @@ class HeldReplica:
         return file
 
     def check(self, file: DataFile) -> None:
-        """Raises IntegrityError unless a file that is here as a whole has the receipt's checksum, if that has one."""
+        """Raises IntegrityError when a complete file's checksum differs from the receipt's, if it has one."""
         assert self.receipt is not None
         found = file.checksums.whole
         expected = next(each for each in self.receipt.files if each.name == file.name)
@@ -181,14 +181,14 @@ class HeldReplica:
             )
 
     def finish(self) -> None:
-        """All of it is here, and recorded."""
+        """Marks the replica complete: all of it is here, and journalled."""
         self.rank.hand_over(self.final_receipt)
 
     # Its end.
 
     async def release(self, problem: PannierError | None = None) -> dict[str, SpoolFile]:
-        """Ends its stream with ``problem``, unless it is complete; returns its spool files by the names of the data
-        files, now the caller's."""
+        """Ends its stream with ``problem``, unless that is None. Returns its spool files, now the caller's, by
+        data file."""
         if problem is not None:
             self.problem = problem
             self._cancel(problem)
@@ -210,7 +210,7 @@ class HeldReplica:
 
 
 def _unchecked(receipt: records_pb2.Receipt) -> records_pb2.Receipt:
-    """Without checksums, which its sender may not have known at first."""
+    """The receipt without checksums, which its sender may not have known at first."""
     found = records_pb2.Receipt()
     found.CopyFrom(receipt)
     for each in found.files:

@@ -1,9 +1,9 @@
 """The replicas of other hosts' ranks that this host's spool has, until their saves have ended.
 
-In: streams of other hosts' sidecars, outcomes of saves, and the coordinator's requests to take ranks over. Out:
-local copies of committed saves, free room after others, and ranks of lost hosts, which are uploaded here as
-their own sidecars would. Journalled as ranks are, so that they outlive this process. They never keep room from
-this host's own ranks. On the event loop.
+In: streams of other hosts' sidecars, outcomes of saves, and the coordinator's requests to take ranks over.
+Out: local copies of committed saves, free room after other saves, and ranks of lost hosts, which this sidecar
+uploads in place of theirs. Replicas are journalled as ranks are, so that they outlive this process. They make
+way when this host's own ranks need the room. On the event loop.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ _MOST: Final = 1024
 _ENDED_KEPT: Final = 256
 """Saves of replicas whose end is remembered: their senders may not know it yet."""
 _RECORD_BYTES: Final = 16 << 20
-"""A restarted sidecar goes on at a multiple of these."""
+"""Progress is journalled at each multiple of these: a restarted sidecar resumes there."""
 T = TypeVar("T")
 Key = tuple[str, int]
 """Save and rank."""
@@ -83,7 +83,7 @@ class HeldReplicas:
         self._asking: asyncio.Task[None] | None = None
         """Reads outcomes in storage."""
         self.refused = 0
-        """Replicas that this host had no room for, from the start or later."""
+        """Replicas that this host had no room for, when they were opened or later."""
         mapped.set_replicas(self)
 
     @property
@@ -111,8 +111,8 @@ class HeldReplicas:
 
         Raises:
             BusyError: the spool has no room for it now.
-            ConfigurationError: it isn't wanted here.
-            UnavailableError: not now.
+            ConfigurationError: the replica isn't needed here.
+            UnavailableError: this sidecar is draining.
         """
         label = f"the replica of rank {start.context.rank} from {start.host or 'another host'}"
         if self._saves.draining:
@@ -127,7 +127,7 @@ class HeldReplicas:
         return await self._run(self._open(start))
 
     async def begin(self, replica: HeldReplica, stream: object, cancel: Cancel) -> None:
-        """``stream`` fills the replica from now on. Raises the error with which it has ended."""
+        """``stream`` fills the replica from now on. Raises the error of a replica that has ended."""
         self._check(replica)
         await replica.begin(stream, cancel)
 
@@ -151,7 +151,7 @@ class HeldReplicas:
         """All of the replica has arrived: returns once it outlives this process."""
         await self._run(self._finish(replica))
 
-    # What the coordinator says, and gets.
+    # Messages from and to the coordinator.
 
     def apply_status(self, status: save_pb2.SaveStatus) -> None:
         """Takes a status update of the coordinator, or an outcome that storage shows."""
@@ -171,10 +171,10 @@ class HeldReplicas:
                 self._ended.popitem(last=False)
 
     def reports(self, known: set[str]) -> list[coordinator_pb2.HeldReplica]:
-        """All of undecided saves, for the coordinator.
+        """Reports of all replicas of undecided saves.
 
         Args:
-            known: keys of saves whose ranks it knows; those of these reports are added.
+            known: keys of saves whose ranks the coordinator knows; the keys of these reports are added.
         """
         messages = []
         for each in self._undecided():
@@ -193,21 +193,28 @@ class HeldReplicas:
         return [sidecar_pb2.PendingSave(context=context) for context in contexts.values()]
 
     def take_over(self, save: save_pb2.SaveId, rank: int) -> None:
-        """The rank's host is lost: has its files uploaded here. Nothing, if that can't be, or is under way."""
+        """Uploads the files of a rank whose host is lost.
+
+        Does nothing if its replica isn't complete here, or was taken over before.
+        """
         replica = self._replicas.get((save_text(save), rank))
         if replica is not None and replica.complete and replica.outcome is None:
             self._take_over(replica)
 
     async def take_over_all(self) -> bool:
-        """Before this sidecar leaves without a coordinator: uploads what no outcome in storage makes needless;
-        returns whether there was anything."""
+        """Before this sidecar exits without a coordinator: takes over the complete replicas of saves that
+        have no outcome in storage, either. Returns whether there is something left to do for any."""
         replicas = [each for each in self._undecided() if each.complete]
         with suppress(asyncio.TimeoutError):
             await within(timeouts.RECEIPTS_S, self._read_outcomes(replicas))
+        busy = False
         for each in replicas:
-            if each.outcome is None and self._replicas.get(each.key) is each:
-                self._take_over(each)
-        return bool(replicas)
+            if each.outcome is not None:
+                # It becomes a local copy, or its room is freed.
+                busy = True
+            elif self._replicas.get(each.key) is each:
+                busy = self._take_over(each) or busy
+        return busy
 
     # Room: see :class:`pannier.sidecar.spool.mapped_files.Replicas`.
 
@@ -216,8 +223,8 @@ class HeldReplicas:
         return sum(each.room for each in self._replicas.values() if each.rank.save.id.job == job)
 
     async def make_way(self) -> bool:
-        """Gives the oldest incomplete one up, else the oldest, else the one that is being opened; False: there
-        are none."""
+        """Gives the oldest incomplete replica up, else the oldest, else the one that is being opened; False:
+        there is none."""
         replicas = list(self._replicas.values())
         replica = next((each for each in replicas if not each.complete), next(iter(replicas), None))
         if replica is None:
@@ -237,7 +244,7 @@ class HeldReplicas:
         self._replicas[replica.key] = replica
 
     async def tick(self) -> None:
-        """Gives up what isn't sent any more, and asks storage for outcomes. Every second or so."""
+        """Gives up replicas that aren't sent any more, and asks storage for outcomes. Every second or so."""
         now = time.monotonic()
         for each in list(self._replicas.values()):
             deadline = each.rank.deadlines.save
@@ -261,7 +268,7 @@ class HeldReplicas:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def end_incomplete(self) -> None:
-        """Frees all that this host couldn't upload: of a sidecar that leaves nothing behind but that."""
+        """Frees all replicas that needn't be uploaded, or can't be, before an embedded sidecar exits."""
         for each in list(self._replicas.values()):
             if not each.complete or each.outcome is not None:
                 await self._end(each, UnavailableError(f"the sidecar of {self._host} ends"))
@@ -271,7 +278,9 @@ class HeldReplicas:
 
     def _check(self, replica: HeldReplica) -> None:
         if self._replicas.get(replica.key) is not replica:
-            raise replica.problem or UnavailableError(f"{replica.label} isn't needed any more")
+            raise replica.problem or UnavailableError(
+                f"{replica.label} takes no more bytes: its save has ended, or {self._host} uploads the rank"
+            )
 
     async def _open(self, start: restore_pb2.ReplicaStart) -> HeldReplica:
         async with self._room.opening:
@@ -292,12 +301,12 @@ class HeldReplicas:
                 raise
             self._replicas[replica.key] = replica
             if self._saves.has_ended(start.context.save):
-                # Meanwhile; the registry's statuses come first.
+                # The save ended while the room was reserved, when apply_status found no replica.
                 await self._end(replica, ConfigurationError(f"{replica.label}: its save has ended"))
             return replica
 
     async def _reserve(self, start: restore_pb2.ReplicaStart) -> HeldReplica:
-        """A new one with its room, journalled. Raises BusyError: there is none, or ranks of this host need it."""
+        """A new replica, journalled. Raises BusyError: no room for it, or this host's ranks need the room."""
         sizes = [file.size for file in start.receipt.files]
         replica = HeldReplica.begun(start, await self._room.take(start.context.save.job, sizes))
         try:
@@ -321,14 +330,14 @@ class HeldReplicas:
 
     def _mark_complete(self, replica: HeldReplica) -> None:
         if replica.complete:
-            # By an earlier stream, whose end wasn't waited for.
+            # An earlier stream, whose end wasn't awaited, has completed the replica.
             return
         replica.finish()
         size = size_text(sum(replica.held))
         _log.info("%s is complete: %s", replica.label, size, extra=_fields(replica))
 
     async def _settle(self, replica: HeldReplica) -> None:
-        """The save has ended: a committed one's files are a local copy, once they are here as a whole."""
+        """Ends a replica whose save has ended; a complete one of a committed save becomes a local copy."""
         outcome = replica.outcome
         assert outcome is not None
         if self._replicas.get(replica.key) is not replica:
@@ -375,11 +384,14 @@ class HeldReplicas:
         for spool_file in released.values():
             await self._mapped.give_back(spool_file)
 
-    def _take_over(self, replica: HeldReplica) -> None:
-        """From now on it is a rank of this sidecar, as one that was recovered from the journal."""
+    def _take_over(self, replica: HeldReplica) -> bool:
+        """Makes the replica a rank of this sidecar, like one that was recovered from the journal.
+
+        False: this sidecar has that rank itself, or its save has ended here.
+        """
         held, receipt = replica.rank, replica.final_receipt
         if self._saves.find(held.context) is not None or self._saves.has_ended(held.save.id):
-            return
+            return False
         del self._replicas[replica.key]
         left = held.deadlines.save - time.monotonic() if held.deadlines.save else 0.0
         rank = self._saves.restore(
@@ -402,6 +414,7 @@ class HeldReplicas:
             "%s is uploaded by this host from its replica", rank.label, extra=rank.log_fields
         )
         self._saves.record_progress(rank)
+        return True
 
     async def _read_outcomes(self, replicas: Sequence[HeldReplica]) -> None:
         for each in replicas:

@@ -1,6 +1,7 @@
 """Room in the spool for the replica that is being opened, which makes way for this host's own ranks.
 
-In: sizes of its files. Out: spool files for all of them, or none. One replica is opened at a time. On the event loop.
+In: sizes of its files. Out: spool files for all of them, or none. One replica is opened at a time. On the
+event loop.
 """
 
 import asyncio
@@ -28,7 +29,10 @@ class ReplicaRoom:
         """Ranks of this host that wait for the room that is being taken."""
 
     async def take(self, job: str, sizes: Sequence[int]) -> list[SpoolFile]:
-        """Spool files for which nothing makes way; all or none. Raises as :meth:`Spool.take`, and :meth:`check`."""
+        """Spool files, all or none; nothing is evicted for them.
+
+        Raises as :meth:`Spool.take` and :meth:`check`.
+        """
         files: list[SpoolFile] = []
         try:
             for size in sizes:
@@ -36,7 +40,7 @@ class ReplicaRoom:
                 take = partial(self._spool.take, job, size)
                 files.append(await reservation_threads.run(take, undo=self._spool.give))
         except BaseException:
-            # They are free before another one, or a rank of this host, takes its files.
+            # They are free again before another replica, or a rank of this host, takes its files.
             give = partial(reservation_threads.run, self._spool.give, closing=True)
             await asyncio.gather(*map(give, files), return_exceptions=True)
             raise

@@ -1,9 +1,9 @@
 """Sends this host's ingested ranks to the spool of the host that the coordinator names.
 
 In: changes of saves, and the host. Out: replicas there, one stream at a time, those of the newest save first;
-``replica_host`` and ``bytes_replicated`` of the ranks. Nothing here fails a save. A rank isn't needed there any
-more once its save is aborted; of a committed one, what is under way is finished unless a newer rank waits. On the
-event loop.
+``replica_host`` and ``bytes_replicated`` of the ranks. Nothing here fails a save. Ranks of a save that has
+ended are no longer sent; of a committed save, the rank that is being sent is finished unless another one
+waits. On the event loop.
 """
 
 import asyncio
@@ -42,15 +42,15 @@ class ReplicaSender:
         self._holder = restore_pb2.FetchHost()
         """Where replicas go; without a host: nowhere."""
         self._notified = False
-        """The coordinator has said where they go, or that they go nowhere."""
+        """The coordinator has named the holder, or reported that there is none."""
         self._waiting: dict[RankSave, None] = {}
         self._done: set[RankSave] = set()
-        """Ranks of undecided saves with which the present holder has nothing to do any more."""
+        """Ranks of undecided saves that are no longer to be sent to the present holder."""
         self._current: tuple[RankSave, asyncio.Task[None]] | None = None
         self._refused = ""
         """Key of the save for which the holder had no room."""
         self._problem = ""
-        """What was last logged of the holder."""
+        """The problem with the holder that was logged last."""
         self._wake = asyncio.Event()
         self.sent = 0
         """Bytes."""
@@ -101,12 +101,12 @@ class ReplicaSender:
         """Closes connections that aren't used. Every second or so."""
         if self._current is not None:
             with suppress(PannierError):
-                # It is in use.
+                # Marks the channel as used as long as a replica is sent.
                 self._peers.stub(self._holder)
         await self._peers.tick()
 
     def _add(self, save: Save) -> None:
-        """Sends its ranks that are ingested by now."""
+        """Queues the save's ranks that are ingested and weren't sent."""
         if not self._holder.host:
             return
         for rank in save.ranks.values():
@@ -162,7 +162,7 @@ class ReplicaSender:
                 self._add(rank.save)
 
     async def _send(self, rank: RankSave, holder: restore_pb2.FetchHost) -> None:
-        """Sends one rank; returns when it is there, or isn't to be sent there any more."""
+        """Sends one rank; returns when the holder has it, or when it isn't to be sent any more."""
         if rank.save.key == self._refused:
             return
         pause_s = timeouts.REPLICA_AGAIN_S
@@ -218,7 +218,7 @@ class ReplicaSender:
         self.sent += count
 
     def _log(self, rank: RankSave, message: str, problem: str) -> None:
-        """Logs what is wrong with the holder, once."""
+        """Logs a problem with the holder, unless it was the last one logged."""
         if problem != self._problem:
             self._problem = problem
             _log.warning("%s", message, extra=rank.log_fields)

@@ -1,8 +1,8 @@
 """One rank's data files on their way to the spool of another host: a call of ``Replicate``.
 
-In: an ingested rank, whose spool files stay as they are while this stream has their locks. Out: the replica, or an
-error. Goes on where the other host says; a mapped file that a trainer stages another save into is never sent. On
-the event loop; files are read in threads.
+In: an ingested rank, whose spool files stay as they are while this stream has their locks. Out: the replica,
+or an error. Resumes at the offsets that the other host reports; a mapped file that a trainer stages another
+save into is never sent. On the event loop; files are read in threads.
 """
 
 import asyncio
@@ -36,7 +36,10 @@ _EOF: Final = grpc.aio.EOF
 
 
 class RestagedError(IntegrityError):
-    """A trainer stages another save into a file that was being sent: its own save needs no replica any more."""
+    """A trainer stages another save into a file that is being sent.
+
+    The save that was in the file needs no replica any more.
+    """
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class _OpenFile:
         data = os.pread(self.descriptor, length, offset)
         if len(data) != length:
             raise IntegrityError(f"{self.file.label}: its spool file was truncated")
-        # After the bytes: a trainer changes the stamp before it stages anything.
+        # Read after the bytes: a trainer changes the stamp before it stages anything.
         stamp = self.file.stamp
         if stamp and os.pread(self.descriptor, STAMP_BYTES, self.stamp_offset) != stamp:
             raise RestagedError(f"{self.file.label}: a trainer stages another save there")
@@ -128,7 +131,7 @@ class ReplicaStream:
             if not reader.done():
                 await self._within(call.done_writing())
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
-            # The call has ended: what ended it is the response's.
+            # The call has ended: the reader gets the error that ended it.
             await asyncio.wait({reader}, timeout=timeouts.REPLICA_STALL_S)
             if not reader.done() or reader.exception() is None:
                 raise UnavailableError(f"the {self._peer} has ended the stream") from None
@@ -147,7 +150,7 @@ class ReplicaStream:
         reader.result()
 
     def _note(self, response: Any) -> list[int]:
-        """Takes what the other host has."""
+        """Takes a response; returns how much of each file the other host has."""
         if response is _EOF:
             raise UnavailableError(f"the {self._peer} has ended the stream")
         sizes = [file.size for file in self._start.receipt.files]
@@ -174,8 +177,9 @@ class ReplicaStream:
 
 @asynccontextmanager
 async def _opened(rank: RankSave, held: list[int]) -> AsyncIterator[list[_OpenFile]]:
-    """What is missing there, in the order in which it is sent: what storage doesn't have yet comes first, the files
-    that are uploaded last before the others. Raises PannierError: a file isn't here any more."""
+    """Opens the files that the other host lacks, in the order in which they are sent: first those that
+    storage lacks, too, the ones that are uploaded last before the others. Raises PannierError: a file isn't
+    here any more."""
     assert rank.receipt is not None
     names = [file.name for file in rank.receipt.files]
     missing = [

@@ -1,1 +1,1 @@
-"""What this host's spool has of committed checkpoints, for loads."""
+"""What this host has for loads: local copies of committed checkpoints in its spool, and fetched blocks."""

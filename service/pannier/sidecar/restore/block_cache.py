@@ -1,10 +1,10 @@
 """Blocks that this host has fetched for loads: each once, for all its readers, within a budget.
 
-In: requests of ranks and peers for blocks, and how to fetch them. Out: their places in memory that ranks
-map. A block stays until it was read as often as its requests announce; a load that has ended keeps none
-for long. When others need its room, it goes once it wasn't read for a moment, unless a rank has it
-mapped. Fetches are limited, those from peers apart from the others: two hosts that wait for each other
-never keep each other from reading storage. On the event loop; memory is written by threads.
+In: requests of ranks and peers for blocks, and functions that fetch them. Out: their places in memory that
+ranks map. A block stays until it was read as often as its requests announce, or until some seconds after its
+load has ended. When other blocks need its room, it is evicted once it wasn't read for a moment, unless a rank
+has it mapped. Fetches from peers and other fetches have separate limits, so that two hosts that wait for each
+other can still read storage. On the event loop; memory is written by threads.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class BlockKey(NamedTuple):
     block: int
     size: int
     crc32c: int | None
-    """By the receipt, if there is one: so no rank that knows it gets a block for which it wasn't known."""
+    """From the receipt; None: not known. A rank that knows it gets no block that was fetched without it."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class WantedBlock:
 
 
 @dataclass(frozen=True)
-class Held:
+class CachedBlock:
     """A block in memory, which stays there until its request is released."""
 
     slot: int
     size: int
     fetched: Fetched
-    """Without its bytes."""
+    """Its ``pieces`` are empty."""
     kept: bool
     """It was fetched for an earlier reader."""
 
@@ -103,7 +103,7 @@ class _Block:
     waiting: int = 0
     """Requests for it that don't hold it yet."""
     holders: Counter[str] = field(default_factory=Counter)
-    """Who reads it now."""
+    """The readers that hold it now."""
     slot: int | None = None
     fetched: Fetched | None = None
     used_at: float = 0.0
@@ -129,14 +129,14 @@ class BlockRequest:
         """Returns when the block is here. Raises what its fetch raises."""
         while True:
             assert self._block.task is not None
-            # It goes on for others when this caller is cancelled.
+            # The fetch goes on for other readers when this caller is cancelled.
             await asyncio.shield(self._block.task)
             if self._block.slot is not None:
                 return
-            # It was evicted before its turn came.
+            # The block was evicted before this reader could hold it.
             self._block = self._cache._await_block(self._wanted)
 
-    def hold(self) -> Held | None:
+    def hold(self) -> CachedBlock | None:
         """The block, which is kept for this reader from now on; None: it isn't here (any more)."""
         block = self._block
         if block.slot is None or block.fetched is None:
@@ -147,9 +147,9 @@ class BlockRequest:
         block.served += 1
         block.used_at = time.monotonic()
         if block.served > 1 and block.served >= block.readers > 0:
-            # Its last reader has come in time.
+            # All announced readers came before an eviction: blocks of the load are kept for readers again.
             self._cache._impatient.discard(block.key.load)
-        return Held(block.slot, block.size, block.fetched, kept=block.served > 1)
+        return CachedBlock(block.slot, block.size, block.fetched, kept=block.served > 1)
 
     def release(self) -> None:
         """The reader doesn't need the block any more; more than once does nothing."""
@@ -169,20 +169,20 @@ class BlockCache:
     """See the module.
 
     Args:
-        budget: bytes of all blocks, those under way and requested twice included; at least one block is kept,
-            and one is under way from peers and one from elsewhere.
+        budget: bytes of all blocks, including those under way and second requests. Whatever it is, one block
+            can be kept, one be fetched from a peer, and one from elsewhere.
     """
 
     def __init__(self, budget: int) -> None:
         blocks = max(1, budget // BLOCK_BYTES)
         fetches = max(1, min(MOST_FETCHES, blocks // 4))
         self.spare = fetches // 2
-        """Blocks that may be requested a second time meanwhile, since their source is slow."""
+        """Blocks that may be requested a second time at once, because their source is slow."""
         self.slots = max(1, blocks - 2 * fetches - self.spare)
         self._memory: BlockMemory | None = None
         self._free = list(range(self.slots))
         self._freed = asyncio.Event()
-        """A slot is free, or a block may go that couldn't before, or sooner."""
+        """Set when a slot is free, or when a block can be evicted now, or earlier than before."""
         self._room = asyncio.Lock()
         self._near = asyncio.Semaphore(fetches)
         self._remote = asyncio.Semaphore(fetches)
@@ -192,9 +192,9 @@ class BlockCache:
         self._ended: dict[str, float] = {}
         """When the last rank of a load has left."""
         self._impatient: set[str] = set()
-        """Loads of which a block was evicted whose further readers hadn't come: none of theirs is kept for such."""
+        """Loads that lost a block before its further readers came: none of their blocks is kept for such."""
         self.evicted = 0
-        """Blocks that had to go though more readers were announced, or their number wasn't known."""
+        """Blocks that were evicted though more readers were announced, or their number wasn't known."""
 
     @property
     def memory(self) -> BlockMemory:
@@ -223,7 +223,7 @@ class BlockCache:
         self._ended.pop(load, None)
 
     def leave(self, load: str) -> None:
-        """It has released all its blocks."""
+        """A rank has ended its reading, and released all its blocks."""
         self._loads[load] -= 1
         if self._loads[load] <= 0:
             del self._loads[load]
@@ -279,7 +279,7 @@ class BlockCache:
         return block
 
     def _settle(self, block: _Block) -> None:
-        """After a reader has left: ends a fetch for none, and drops a block without further readers."""
+        """After a reader has left: cancels a fetch, or drops a block, that no further reader needs."""
         if block.is_evictable:
             self._freed.set()
         if block.waiting or block.holders:
@@ -296,7 +296,7 @@ class BlockCache:
 
     async def _fetch(self, block: _Block, wanted: WantedBlock) -> None:
         try:
-            # Held until the bytes are in a slot: they count as under way so long.
+            # Held until the bytes are in a slot: until then the block counts as under way.
             async with self._remote if wanted.remote else self._near:
                 fetched = await wanted.fetch()
                 slot = await self._take_slot()
@@ -315,9 +315,9 @@ class BlockCache:
             self._settle(block)
 
     async def _take_slot(self) -> int:
-        """Raises OverloadedError: all are mapped by ranks that don't release them."""
+        """A free slot, after an eviction if need be. Raises OverloadedError: ranks keep all slots mapped."""
         end = time.monotonic() + timeouts.BLOCK_FULL_S
-        # One after the other, in order.
+        # One caller after the other, in order.
         async with self._room:
             while not self._free:
                 now = time.monotonic()
@@ -343,7 +343,7 @@ class BlockCache:
             return self._free.pop()
 
     def _oldest(self) -> _Block | None:
-        """The block that can go with the least harm."""
+        """The block to evict first: one without waiting readers, of an ended load, read least recently."""
         return min(
             (block for block in self._blocks.values() if block.is_evictable),
             key=lambda block: (
@@ -355,7 +355,7 @@ class BlockCache:
         )
 
     def _due(self, block: _Block) -> float:
-        """When it may go; monotonic."""
+        """When the block may be evicted, on the monotonic clock."""
         load = block.key.load
         if not block.waiting and (load not in self._loads or load in self._impatient):
             return 0.0

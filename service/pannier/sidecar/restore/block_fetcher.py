@@ -1,10 +1,11 @@
-"""Gets one block from the first of its sources that has it, checked, in spite of slow and wrong ones.
+"""Fetches one block, checked, from the first of its sources that has it; tolerates slow and wrong sources.
 
 In: sources in order, the nearest first and storage last. Out: the block, or an error that names what each
-source answered. A source that fails, or sends a wrong block, is followed by the next at once; one that
-takes long is followed by the next, too, and the first good answer counts. The last source may be asked
-twice at a time. At most two requests for a block are under way at a time, and of all blocks only so many
-second ones as there is memory for: else the older request ends first. On the event loop; checksums are taken by threads.
+source answered. When a source fails or sends a wrong block, the next one is asked at once. When it takes
+long, the next one is asked as well, and the first good answer counts. The last source may be asked twice at a
+time. At most two requests for a block are under way at a time. Second requests of all blocks are limited by
+the memory for them: without any left, the older request is cancelled first. On the event loop; checksums are
+computed in threads.
 """
 
 import asyncio
@@ -24,19 +25,18 @@ from pannier.wire.errors import IntegrityError, PannierError, StorageError
 
 _log = logging.getLogger(__name__)
 
-_KNOWN: Final = 64
-"""Durations of a kind that its median is of."""
-_ENOUGH: Final = 5
-"""Fewer durations have no median."""
-_LONG: Final = 4
-"""Times the median: then a block is requested elsewhere, too."""
-_MOST: Final = 2
+_SAMPLES_KEPT: Final = 64
+"""Latest durations per kind of source, of which the median is taken."""
+_MIN_SAMPLES: Final = 5
+"""With fewer durations there is no median."""
+_SLOW_FACTOR: Final = 4
+"""After so many times the median a block is requested elsewhere, too."""
+_MAX_REQUESTS: Final = 2
 """Requests for one block at a time: each may hold all of its bytes."""
 _POLL_S: Final = 0.25
-_PIECE: Final = 1 << 20
 
 
-class Attempt:
+class SourceRequest:
     """One request to one source, as the source sees it."""
 
     def __init__(self) -> None:
@@ -45,13 +45,13 @@ class Attempt:
         """How often the source had to be asked again."""
 
     def begin(self) -> None:
-        """From now on it counts how long it takes."""
+        """Starts the request's clock, and resets its limits."""
         self.began = self.seen = observer_clock.now()
-        """By the clock that stops while this process doesn't run."""
+        """On the observer clock, which stops while this process doesn't run."""
         self.quiet_s = timeouts.BLOCK_STALL_S
         """How long a source that shows life may send nothing."""
         self.patient = False
-        """It takes long for a reason that another request wouldn't end, as a store that answers with errors."""
+        """Another request would take as long, as while a store answers with errors: none is made."""
 
     def mark_seen(self) -> None:
         """The source has sent something."""
@@ -63,7 +63,7 @@ class BlockSource(Protocol):
 
     @property
     def kind(self) -> str:
-        """Sources of a kind take similar times."""
+        """Durations of sources of one kind are compared with each other."""
 
     @property
     def host(self) -> str:
@@ -71,13 +71,20 @@ class BlockSource(Protocol):
 
     @property
     def shows_life(self) -> bool:
-        """Whether it sends something while it works."""
+        """Whether the source sends something while it works."""
 
-    async def read(self, attempt: Attempt) -> Sequence[bytes]:
+    async def read(self, request: SourceRequest) -> Sequence[bytes]:
         """The block's bytes, in pieces. Raises PannierError; is cancelled when another source was faster."""
 
+    def succeeded(self) -> None:
+        """Called when the source sent the right block."""
+
     def failed(self, error: PannierError | None) -> None:
-        """It failed, or sent a wrong block; None: it takes too long."""
+        """Called when the source failed or sent a wrong block; None: it takes too long."""
+
+
+_Checked = tuple[Sequence[bytes], int]
+"""A block's pieces and their crc32c."""
 
 
 @dataclass
@@ -88,7 +95,7 @@ class _Counts:
 
 
 class BlockFetcher:
-    """Knows how long sources take.
+    """Fetches blocks, by how long each kind of source took lately.
 
     Args:
         spare: blocks for which there is memory for a second request at a time.
@@ -96,7 +103,9 @@ class BlockFetcher:
 
     def __init__(self, spare: int) -> None:
         self._spare = spare
-        self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KNOWN))
+        self._durations: defaultdict[str, deque[float]] = defaultdict(
+            lambda: deque(maxlen=_SAMPLES_KEPT)
+        )
 
     async def fetch(
         self, sources: Sequence[BlockSource], size: int, expected: int | None, what: str
@@ -112,11 +121,11 @@ class BlockFetcher:
         Raises StorageError, or IntegrityError when a source sent a wrong block and none a good one.
         """
         pending = deque(sources)
-        running: dict[asyncio.Task[tuple[Sequence[bytes], int]], tuple[BlockSource, Attempt]] = {}
-        ended: list[asyncio.Task[tuple[Sequence[bytes], int]]] = []
+        running: dict[asyncio.Task[_Checked], tuple[BlockSource, SourceRequest]] = {}
+        ended: list[asyncio.Task[_Checked]] = []
         errors: list[PannierError] = []
         counts = _Counts()
-        attempts: list[Attempt] = []
+        requests: list[SourceRequest] = []
         again = True
         taken = 0
         """Of the spare memory, by second requests in ``running``."""
@@ -128,23 +137,23 @@ class BlockFetcher:
             taken = needed
 
         def start(source: BlockSource) -> None:
-            if len(running) == _MOST or (running and self._spare <= 0):
+            if len(running) == _MAX_REQUESTS or (running and self._spare <= 0):
                 oldest = next(iter(running))
                 del running[oldest]
                 oldest.cancel()
                 ended.append(oldest)
-            attempt = Attempt()
-            attempts.append(attempt)
-            work = _read_checked(source, attempt, size, expected, what)
-            running[asyncio.get_running_loop().create_task(work)] = source, attempt
+            request = SourceRequest()
+            requests.append(request)
+            work = _read_checked(source, request, size, expected, what)
+            running[asyncio.get_running_loop().create_task(work)] = source, request
             settle_spare()
 
         start(pending.popleft())
         try:
             while running:
-                source, attempt = list(running.values())[-1]
+                source, request = list(running.values())[-1]
                 left = (
-                    self._due(source, attempt) - observer_clock.now() if pending or again else 1.0
+                    self._due(source, request) - observer_clock.now() if pending or again else 1.0
                 )
                 done, _ = await asyncio.wait(
                     running,
@@ -152,7 +161,7 @@ class BlockFetcher:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 for task in done:
-                    source, attempt = running.pop(task)
+                    source, request = running.pop(task)
                     settle_spare()
                     try:
                         pieces, crc = task.result()
@@ -162,23 +171,25 @@ class BlockFetcher:
                         counts.failed += not isinstance(error, IntegrityError)
                         source.failed(error)
                         continue
-                    self._durations[source.kind].append(observer_clock.now() - attempt.began)
+                    source.succeeded()
+                    self._durations[source.kind].append(observer_clock.now() - request.began)
                     return Fetched(
                         *(pieces, crc, source.host),
                         *(counts.rejected, counts.failed, counts.hedged),
-                        retries=sum(each.retries for each in attempts),
+                        retries=sum(each.retries for each in requests),
                     )
                 if not running and pending:
                     start(pending.popleft())
-                elif running and not done and self._due(source, attempt) <= observer_clock.now():
+                elif running and not done and self._due(source, request) <= observer_clock.now():
                     if pending:
                         source.failed(None)
                         start(pending.popleft())
                         counts.hedged += 1
                     elif again:
-                        # Of storage, too, a single request may hang.
+                        # A single request to storage may hang, too. ``source`` may be a slow peer, once a
+                        # request to storage has failed.
                         again = False
-                        start(source)
+                        start(sources[-1])
                         counts.hedged += 1
             raise _all_failed(what, errors)
         finally:
@@ -188,35 +199,36 @@ class BlockFetcher:
             running.clear()
             settle_spare()
 
-    def _due(self, source: BlockSource, attempt: Attempt) -> float:
-        """When the next source is asked, too."""
-        if attempt.patient:
+    def _due(self, source: BlockSource, request: SourceRequest) -> float:
+        """When the next source is asked as well, on the observer clock."""
+        if request.patient:
             return math.inf
         known = self._durations[source.kind]
-        usual = _LONG * median(known) if len(known) >= _ENOUGH else 0.0
+        usual = _SLOW_FACTOR * median(known) if len(known) >= _MIN_SAMPLES else 0.0
         if source.shows_life:
-            # It asks elsewhere itself for what takes long there.
-            longest = attempt.began + max(timeouts.BLOCK_SLOW_S, usual)
-            return min(attempt.seen + attempt.quiet_s, longest)
-        return attempt.began + max(timeouts.BLOCK_STALL_S, usual or timeouts.BLOCK_FIRST_STALL_S)
+            # Such a source asks elsewhere itself when its own sources are slow.
+            longest = request.began + max(timeouts.BLOCK_SLOW_S, usual)
+            return min(request.seen + request.quiet_s, longest)
+        return request.began + max(timeouts.BLOCK_STALL_S, usual or timeouts.BLOCK_FIRST_STALL_S)
 
 
 async def _read_checked(
-    source: BlockSource, attempt: Attempt, size: int, expected: int | None, what: str
-) -> tuple[Sequence[bytes], int]:
-    """The block's pieces and their crc32c. Raises PannierError."""
+    source: BlockSource, request: SourceRequest, size: int, expected: int | None, what: str
+) -> _Checked:
+    """Raises PannierError."""
     try:
-        pieces = await source.read(attempt)
+        pieces = await source.read(request)
     except PannierError:
         raise
     except OSError as error:
         raise StorageError(f"{what}: {error}") from error
     crc = await block_threads.run(checksum, pieces)
     found = sum(map(len, pieces))
+    where = f"from {source.host}" if source.host else "from storage"
     if found != size:
-        raise IntegrityError(f"{what} has {found} bytes there, {size} were expected")
+        raise IntegrityError(f"{what} has {found} bytes {where}, the receipt has {size}")
     if expected is not None and crc != expected:
-        raise IntegrityError(f"{what} has crc32c {crc:08x} there, saved was {expected:08x}")
+        raise IntegrityError(f"{what} has crc32c {crc:08x} {where}, the receipt has {expected:08x}")
     return pieces, crc
 
 

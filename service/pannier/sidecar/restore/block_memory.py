@@ -1,8 +1,8 @@
 """Memory for fetched blocks, which the ranks of this host map to read them.
 
-In: blocks of up to BLOCK_BYTES. Out: their places, and descriptors of the memory that can only be read. It
-has a fixed size, and seals: a process that maps it can neither shorten it, which would be fatal here, nor
-write to it. Takes memory as blocks are written, and returns it all when it is closed. Any thread;
+In: blocks of up to BLOCK_BYTES. Out: their offsets, and read-only descriptors of the memory. The memory has a
+fixed size and is sealed: a process that maps it can neither truncate it, which would kill this process by
+SIGBUS, nor write to it. Pages are allocated as blocks are written, and freed when it is closed. Any thread;
 one writer per slot.
 """
 
@@ -23,7 +23,7 @@ _SEAL_FUTURE_WRITE: Final = 0x10
 
 
 class BlockMemory:
-    """So many slots of one block each. Raises OSError: the process has no descriptors or memory left."""
+    """``slots`` slots of one block each. Raises OSError: the process has no descriptors or memory left."""
 
     def __init__(self, slots: int) -> None:
         self.size = slots * BLOCK_BYTES
@@ -38,7 +38,7 @@ class BlockMemory:
 
     @staticmethod
     def offset(slot: int) -> int:
-        """Of a slot's block, in bytes."""
+        """Offset of a slot's block, in bytes."""
         return slot * BLOCK_BYTES
 
     def write(self, slot: int, pieces: Sequence[bytes | memoryview]) -> None:

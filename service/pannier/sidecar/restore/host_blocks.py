@@ -53,7 +53,7 @@ class LoadFiles:
         return f"rank {self.start.rank}"
 
     def add(self, files: restore_pb2.FetchFiles) -> None:
-        """More of them."""
+        """Appends files to those of the start message."""
         self.files.extend(files.files)
 
     def bounds(self, request: restore_pb2.BlockRequest) -> tuple[records_pb2.DataFile, int, int]:
@@ -88,7 +88,7 @@ class LoadFiles:
 
 
 class _Load(NamedTuple):
-    """What a rank of this host loads."""
+    """A load that a rank of this host takes part in."""
 
     id: str
     checkpoint_id: str
@@ -138,7 +138,7 @@ class HostBlocks:
         self._may_fetch = may_fetch
         self._fetcher = BlockFetcher(self.cache.spare)
         self._known: dict[_Load, float] = {}
-        """Loads of this host's ranks, and when they were last announced or read by a peer; the newest last."""
+        """Loads of this host's ranks, and when each was last announced or read by a peer; newest last."""
         self._offers: dict[bytes, float] = {}
         """Tokens for the memory, and since when."""
         self._used_at = 0.0
@@ -153,7 +153,7 @@ class HostBlocks:
         open_store: Callable[[str], Store],
         may_fetch: Callable[[], bool],
     ) -> "HostBlocks":
-        """Those of a sidecar."""
+        """The blocks of a sidecar with these settings."""
         return HostBlocks(
             copies,
             StoredBlocks(open_store, config.allow),
@@ -193,7 +193,7 @@ class HostBlocks:
             )
 
     def check_peer(self, request: restore_pb2.ReadBlockRequest) -> None:
-        """Raises ConfigurationError unless a peer may read that block here, InvalidRequestError."""
+        """Raises ConfigurationError or InvalidRequestError unless a peer may read that block here."""
         self._used_at = time.monotonic()
         peer = request.host or "a peer"
         if request.wire_version != WIRE_VERSION:
@@ -208,7 +208,7 @@ class HostBlocks:
                 f"{self.host} takes part in: is it of another job, or was the sidecar restarted "
                 "meanwhile?"
             )
-        # Its ranks here may read their own spool only, and say nothing of the load any more.
+        # The load's ranks here may only read their own spool, and announce nothing any more.
         self._refresh(load)
         if not request.spool_only:
             self._stored.check(request.checkpoint_id)
@@ -273,7 +273,7 @@ class HostBlocks:
         ).pieces()
 
     async def tick(self) -> None:
-        """Forgets what loads have left. Every second or so."""
+        """Forgets ended loads and unused tokens, frees memory and connections. Every second or so."""
         now = time.monotonic()
         for load, since in list(self._known.items()):
             if self.cache.is_read(load.id):

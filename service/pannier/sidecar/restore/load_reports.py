@@ -1,8 +1,8 @@
 """The reports of this host's loads: from trainers in, to the coordinator out.
 
-In: streams of trainers. Out: loads for operators, here and, while it is attached, at the coordinator. A
-stream that ends before its load does means that the trainer's process is dead, unless it comes back. On the
-event loop.
+In: streams of trainers. Out: loads for operators, here and, while it is attached, at the coordinator. If a
+stream ends and its load hasn't, the trainer's process is dead, unless it soon opens another one. On the event
+loop.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from pannier.wire.version import WIRE_VERSION, package_version
 
 @dataclass
 class Sent:
-    """What one stream to the coordinator has had."""
+    """What one stream to the coordinator has sent."""
 
     at: float = 0.0
     calls: set[str] = field(default_factory=set)
-    """Reported with the ranks of their group."""
+    """Calls that were reported with the ranks of their group."""
     ended: set[str] = field(default_factory=set)
-    """Whose end was reported."""
+    """Calls whose end was reported."""
 
     @property
     def due(self) -> bool:
@@ -45,9 +45,9 @@ class LoadReports:
         self._registry = registry
         self._job = job
         self._streams: dict[str, int] = {}
-        """Open ones by call."""
+        """Number of open streams, by call."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        """Of calls without an open one: then they are lost."""
+        """By call without an open stream; a timer that fires fails the call's rank."""
         self._idle_since = time.monotonic()
 
     async def follow(self, requests: AsyncIterator[load_status_pb2.ReportRequest]) -> None:
@@ -95,7 +95,7 @@ class LoadReports:
             if rank.ended:
                 sent.ended.add(rank.call)
             else:
-                # It came back.
+                # The rank was taken for dead, and reports again.
                 sent.ended.discard(rank.call)
         sent.calls &= known
         sent.ended &= known

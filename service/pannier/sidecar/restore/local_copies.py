@@ -3,7 +3,8 @@
 In: ranks whose save was committed, or that the journal recorded so; requests of loads. Out: which files
 are here, with the checksums of their receipts, and descriptors opened read-only. A copy ends when a
 newer save of its group is committed, when its room is needed, when its job has had no trainer for a
-while, or when a trainer stages another save into its files, which their stamps show. On the event loop; files are looked at in threads.
+while, or when a trainer stages another save into its files, which their stamps show. On the event loop;
+files are opened and read in threads.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ _SETS: Final = 2.05
 MOST_LOCATED: Final = 1024
 """Files of one response, each of which becomes a descriptor; a load reads more from storage."""
 _EVICTIONS: Final = 4
-"""That operators are shown."""
+"""Evictions that operators are shown."""
 _RESTAGED: Final = "a trainer stages another save there"
 _FULL: Final = "the spool is full"
 
@@ -49,7 +50,7 @@ class LocalFile:
     """Of the spool file while it has this content; empty: no trainer maps it."""
 
     def problem(self) -> str:
-        """Why it hasn't its content any more; "": it has. Blocking."""
+        """Why the file has lost its content; "": it hasn't. Blocking."""
         if not self.stamp:
             return ""
         try:
@@ -70,10 +71,10 @@ class LocalCopy:
     checkpoint_id: str
     attempt: str
     ended_at: float
-    """When it was committed, as far as this host knows: on the monotonic clock, below 0 before this process."""
+    """When this host learned of the commit, on the monotonic clock; below 0: before this process started."""
     files: dict[str, LocalFile] = field(default_factory=dict)
     recorded: list[Recorded] = field(default_factory=list)
-    """Whose records in the journal keep it across restarts."""
+    """The ranks whose records in the journal keep it across restarts."""
     active_at: float = field(default_factory=time.monotonic)
     """When a trainer of its job was last connected, or this process began to hold it."""
 
@@ -95,7 +96,7 @@ class LocalCopy:
     def replaces(self, other: "LocalCopy") -> bool:
         """Whether ``other`` is of the same job and group, and not newer.
 
-        Attempts are numbered below one root; of two roots, the one of the later commit is newer.
+        Below one root the attempts' numbers tell which is newer, between two roots the time of the commit.
         """
         same = self.is_of(other.save.job, {other.root}) and self.save.group == other.save.group
         if self.root != other.root:
@@ -105,7 +106,7 @@ class LocalCopy:
     def is_of(self, job: str, roots: Collection[str]) -> bool:
         """Whether it is of a job, which saves to these roots.
 
-        A job without a name of its own has another one with each start: its root stays the same.
+        A job that the user hasn't named gets a new name with each start: its root shows that it is the same.
         """
         unnamed = is_unnamed(job) and is_unnamed(self.save.job)
         return self.save.job == job or (unnamed and self.root in roots)
@@ -113,7 +114,7 @@ class LocalCopy:
 
 @dataclass
 class _Eviction:
-    """What ended of a copy before a newer one was there."""
+    """A copy, or a part of it, that was dropped before a newer one replaced it."""
 
     copy: LocalCopy
     size: int
@@ -145,11 +146,6 @@ class LocalCopies:
         """Newest first."""
         self._making_way = asyncio.Lock()
         mapped.set_copies(self)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(copy.size for copy in self._copies)
 
     def statuses(self) -> list[status_pb2.LocalCopy]:
         """For operators, newest first."""
@@ -190,10 +186,10 @@ class LocalCopies:
         *,
         ended_at: float,
     ) -> None:
-        """A rank's files of a committed save stay here, unless a newer one of its group is here.
+        """Keeps a rank's files of a committed save, unless a newer copy of its group is here.
 
         Args:
-            recorded: whose records in the journal are forgotten when the copy ends.
+            recorded: the rank, whose records in the journal are forgotten when the copy ends.
         """
         copy = next((each for each in self._copies if each.attempt == attempt), None)
         copy = copy or LocalCopy(save, checkpoint_id, attempt, ended_at)
@@ -223,14 +219,14 @@ class LocalCopies:
     # Room.
 
     async def make_way(self, job: str, requested: int) -> None:
-        """Before files are reserved for ``job``: ends copies that would be its third set of files.
+        """Before files are reserved for ``job``: evicts copies that would be its third set of files.
 
-        Those that its trainers have mapped are theirs to use again.
+        Copies in files that its trainers have mapped stay: the trainers stage into these files again.
 
         Args:
             requested: bytes of the files, which :meth:`MappedFiles.used_by` counts, too.
         """
-        # One after the other: what a copy has left is free before the next files are taken.
+        # One call after the other: the files of an evicted copy are free before the next ones are taken.
         async with self._making_way:
             roots = {
                 posixpath.dirname(save.checkpoint_id)
@@ -240,7 +236,7 @@ class LocalCopies:
             related = [
                 each for each in self._copies if each.is_of(job, roots) and self._is_free(each)
             ]
-            # Groups of one start have a copy each; one of an earlier start may be of the same tensors.
+            # Each group of one start has its own copy; a copy of an earlier start may have the same tensors.
             sets = Counter({"": requested})
             for copy in related:
                 sets[copy.save.incarnation] += copy.room
@@ -252,9 +248,9 @@ class LocalCopies:
                     await self._evict(copy, "another save of its job needs the room")
 
     async def evict_oldest(self) -> bool:
-        """Ends what no trainer has mapped of the oldest copy that has such files; False: there is none.
+        """Evicts the files that no trainer has mapped, of the oldest copy with such files.
 
-        Trainers return those that they have mapped when they are asked for room.
+        Trainers return files that they have mapped when they are asked for room. False: there is none.
         """
         for copy in self._copies:
             if self._is_free(copy):
@@ -276,7 +272,7 @@ class LocalCopies:
                     return
 
     async def tick(self, active: Collection[str]) -> None:
-        """Finds files that trainers stage into, and ends offers that weren't taken up. Every second or so.
+        """Finds files that trainers stage into, and drops offers that weren't used. Every second or so.
 
         Args:
             active: jobs with a connected trainer; copies of others end after a while.
@@ -302,7 +298,7 @@ class LocalCopies:
     # Loads.
 
     async def locate(self, request: restore_pb2.LocateRequest) -> restore_pb2.LocateResponse:
-        """Those of the requested files that are here, and a token for their descriptors."""
+        """The requested files that are here, and a token for their descriptors."""
         copy = next((each for each in self._copies if each.attempt == request.attempt), None)
         names = dict.fromkeys(request.files)
         found = [copy.files[name] for name in names if name in copy.files] if copy else []
@@ -328,6 +324,19 @@ class LocalCopies:
         copy = next((each for each in self._copies if each.attempt == attempt), None)
         return None if copy is None else copy.files.get(name)
 
+    async def lost(self, files: Sequence[LocalFile]) -> dict[LocalFile, str]:
+        """Those of these files that are no longer here with their content, and why.
+
+        A spool file that is kept may have the content of another save by now. Once its descriptor has a
+        lock, a file that isn't lost stays.
+        """
+        problems = await spool_threads.run(_problems, files)
+        return {
+            each: problems.get(each, "it was evicted")
+            for each in files
+            if each in problems or not self._has(each)
+        }
+
     async def open_descriptors(self, token: bytes) -> list[int]:
         """New descriptors of the located files, for reading, each with a shared lock; the caller closes them.
 
@@ -343,12 +352,20 @@ class LocalCopies:
             # An eviction has closed or locked a file meanwhile, or no descriptors are left.
             _log.warning("a load reads %d files from storage: %s", len(files), error)
             return []
-        # From here on their locks keep them from being used again.
-        if not all(self._mapped.keeps(each) for each in spool_files):
+        try:
+            # From here on their locks keep them from another owner, unless they got one just before.
+            lost = await self.lost(files)
+        except BaseException:
+            close_all(descriptors)
+            raise
+        if lost:
             close_all(descriptors)
             return []
         self.served += sum(each.file.size for each in files)
         return descriptors
+
+    def _has(self, file: LocalFile) -> bool:
+        return any(copy.files.get(file.file.name) is file for copy in self._copies)
 
     def _is_free(self, copy: LocalCopy) -> bool:
         return not any(map(self._is_mapped, copy.files.values()))
@@ -370,7 +387,7 @@ class LocalCopies:
         await self._end(copy)
 
     async def _lose(self, copy: LocalCopy, problems: Mapping[str, str]) -> None:
-        """Takes files out of a copy, each of which has a problem."""
+        """Takes files out of a copy; ``problems`` has the reasons by name."""
         lost = [each for name in problems if (each := copy.files.pop(name, None)) is not None]
         if not lost:
             return
@@ -391,10 +408,10 @@ class LocalCopies:
             await self._end(copy)
 
     def _note(self, copy: LocalCopy, size: int, why: str) -> None:
-        """For operators: so much of a copy has ended."""
+        """Records for operators that ``size`` bytes of a copy were dropped."""
         last = self._evictions[0] if self._evictions else None
         if last is not None and last.copy is copy and last.why == why:
-            # A trainer stages into its files one after the other.
+            # Adds to the last entry: a trainer stages into its files one after the other.
             self._evictions.popleft()
             size += last.size
         self._evictions.appendleft(_Eviction(copy, size, why, time.time()))
@@ -411,5 +428,5 @@ class LocalCopies:
 
 
 def _problems(files: Iterable[LocalFile]) -> dict[LocalFile, str]:
-    """Those that haven't their content any more, and why."""
+    """The files that have lost their content, and why."""
     return {each: why for each in files if (why := each.problem())}

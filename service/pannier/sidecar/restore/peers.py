@@ -15,7 +15,7 @@ import grpc
 from pannier.common import timeouts
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.restore.block_cache import block_threads
-from pannier.sidecar.restore.block_fetcher import Attempt, checksum
+from pannier.sidecar.restore.block_fetcher import SourceRequest, checksum
 from pannier.storage import NotFoundError
 from pannier.v1 import restore_pb2, restore_pb2_grpc
 from pannier.wire.addresses import channel_options, is_loopback, keepalive_options, parse_address
@@ -39,7 +39,7 @@ class Peers:
 
     Args:
         tls: None: plaintext.
-        name: that all peers' certificates have; empty: the host of each one's address.
+        name: a name that all peers' certificates have; empty: the host of each one's address.
         insecure: plaintext is wanted also to other hosts.
     """
 
@@ -52,7 +52,7 @@ class Peers:
         self._retired: list[tuple[float, grpc.aio.Channel]] = []
         """Channels that get no new calls, and when they are closed."""
         self._avoided: dict[str, float] = {}
-        """Until when, by address."""
+        """By address: until when the peer isn't asked, on the monotonic clock."""
         self._connected: set[str] = set()
         """Addresses of peers that have answered on their channels."""
         self._logged: set[str] = set()
@@ -60,13 +60,13 @@ class Peers:
 
     @staticmethod
     def of(config: SidecarConfig) -> "Peers":
-        """Those of a sidecar."""
-        # Not the one of other connections, which notice replaced files on their own.
+        """The peers of a sidecar with these settings."""
+        # Not config.tls: its ``changed`` compares the files with its last channel, the coordinator's.
         tls = tls_of(config.tls_cert, config.tls_key, config.tls_ca)
         return Peers(tls, config.peers_name, insecure=config.insecure_listen)
 
     def is_usable(self, peer: restore_pb2.FetchHost) -> bool:
-        """Whether it may be asked now."""
+        """Whether the peer has an address and isn't avoided now."""
         return bool(peer.peer_address) and (
             self._avoided.get(peer.peer_address, 0.0) <= time.monotonic()
         )
@@ -89,6 +89,8 @@ class Peers:
         channel = self._channels.get(address)
         if channel is None:
             self.check(peer)
+            # ``changed`` compares with the last channel's certificate, which is this one's afterwards.
+            self._retire_outdated()
             options: list[tuple[str, Any]] = [
                 *channel_options(),
                 *keepalive_options(),
@@ -105,19 +107,19 @@ class Peers:
         return peer.peer_address in self._connected
 
     def mark_connected(self, peer: restore_pb2.FetchHost) -> None:
-        """It has answered."""
+        """Notes that the peer has answered."""
         if peer.peer_address in self._channels:
             self._connected.add(peer.peer_address)
 
     def mark_good(self, peer: restore_pb2.FetchHost) -> None:
-        """It has sent a block."""
+        """Notes that the peer has sent the right block."""
         self._avoided.pop(peer.peer_address, None)
         if peer.peer_address in self._logged:
             self._logged.discard(peer.peer_address)
             _log.info("the sidecar of %s at %s sends blocks again", peer.host, peer.peer_address)
 
     def mark_bad(self, peer: restore_pb2.FetchHost, why: str, *, avoid: bool) -> None:
-        """It has failed, or sent a wrong block."""
+        """Notes that the peer has failed, or sent a wrong block; ``avoid``: it isn't asked for a while."""
         if avoid:
             self._avoided[peer.peer_address] = time.monotonic() + timeouts.PEER_AVOIDED_S
         if peer.peer_address not in self._logged:
@@ -130,13 +132,10 @@ class Peers:
     async def tick(self) -> None:
         """Closes channels that weren't used for a while, or have old certificates."""
         now = time.monotonic()
-        renewed = self._tls is not None and bool(self._channels) and self._tls.changed()
+        self._retire_outdated()
         for address, used_at in list(self._used_at.items()):
-            if renewed or now - used_at > timeouts.STORE_KEPT_S:
-                del self._used_at[address]
-                self._connected.discard(address)
-                # Calls may be under way there.
-                self._retired.append((now + timeouts.BLOCK_S, self._channels.pop(address)))
+            if now - used_at > timeouts.STORE_KEPT_S:
+                self._retire(address)
         for each in [each for each in self._retired if each[0] <= now]:
             self._retired.remove(each)
             await each[1].close()
@@ -148,6 +147,20 @@ class Peers:
         self._channels.clear()
         self._retired.clear()
         self._used_at.clear()
+
+    def _retire_outdated(self) -> None:
+        """Retires all channels if the certificates have been replaced since the last one was opened."""
+        if self._channels and self._tls is not None and self._tls.changed():
+            for address in list(self._channels):
+                self._retire(address)
+
+    def _retire(self, address: str) -> None:
+        """The next call of the peer opens another channel."""
+        del self._used_at[address]
+        self._connected.discard(address)
+        # Calls may be under way there.
+        end = time.monotonic() + timeouts.BLOCK_S
+        self._retired.append((end, self._channels.pop(address)))
 
 
 class PeerBlock:
@@ -164,18 +177,18 @@ class PeerBlock:
         self._peer = peer
         self._request = request
 
-    async def read(self, attempt: Attempt) -> Sequence[bytes]:
-        """Raises PannierError naming the peer; NotFoundError: it hasn't the file in its spool."""
+    async def read(self, request: SourceRequest) -> Sequence[bytes]:
+        """Raises PannierError naming the peer; NotFoundError: the file isn't in its spool."""
         pieces = []
         size = 0
         crc = None
         if not self._peers.is_connected(self._peer):
-            # The name, the TLS handshake: another host would have to be connected to, too.
-            attempt.quiet_s = max(attempt.quiet_s, timeouts.BLOCK_FIRST_STALL_S)
+            # Time for name resolution and TLS handshake, which another host would need as well.
+            request.quiet_s = max(request.quiet_s, timeouts.BLOCK_FIRST_STALL_S)
         call = self._peers.stub(self._peer).ReadBlock(self._request, timeout=timeouts.BLOCK_S)
         try:
             async for response in call:
-                attempt.mark_seen()
+                request.mark_seen()
                 self._peers.mark_connected(self._peer)
                 if response.data:
                     pieces.append(response.data)
@@ -200,11 +213,14 @@ class PeerBlock:
                     f"a block of {self._request.file} came with crc32c {found:08x} from "
                     f"{self._peer.host}, which sent {'none' if crc is None else f'{crc:08x}'}"
                 )
-        self._peers.mark_good(self._peer)
         return pieces
 
+    def succeeded(self) -> None:
+        """The peer isn't avoided any longer."""
+        self._peers.mark_good(self._peer)
+
     def failed(self, error: PannierError | None) -> None:
-        """The peer is avoided for a while, unless it only hasn't this block."""
+        """Avoids the peer for a while, unless it lacks the block or sent a wrong one."""
         if error is None:
             self._peers.mark_bad(self._peer, "it doesn't answer, or takes long", avoid=True)
         elif not isinstance(error, NotFoundError):

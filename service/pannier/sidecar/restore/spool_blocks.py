@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Final
 
 from pannier.sidecar.restore.block_cache import block_threads
-from pannier.sidecar.restore.block_fetcher import Attempt
+from pannier.sidecar.restore.block_fetcher import SourceRequest
 from pannier.sidecar.restore.local_copies import LocalCopies, LocalFile
 from pannier.sidecar.spool.mapped_files import close_all, open_for_reading
 from pannier.storage import NotFoundError
@@ -36,9 +36,12 @@ class SpoolBlock:
         self._offset = offset
         self._size = size
 
-    async def read(self, attempt: Attempt) -> Sequence[bytes]:
+    async def read(self, request: SourceRequest) -> Sequence[bytes]:
         """Raises NotFoundError, IntegrityError, StorageError."""
         return [piece async for piece in self.pieces()]
+
+    def succeeded(self) -> None:
+        """Nothing: the spool is asked as long as it has the file."""
 
     def failed(self, error: PannierError | None) -> None:
         """Nothing: the local copy's own checks report what is wrong with it."""
@@ -55,7 +58,7 @@ class SpoolBlock:
         except OSError as error:
             raise StorageError(f"{self._name} in the spool of {self.host}: {error}") from error
         try:
-            # From here on its lock keeps the file as it is, unless it has just been given away.
+            # From here on the lock keeps the file from another owner, unless it got one just before.
             await self._check(file)
             end = self._offset + self._size
             for start in range(self._offset, end, PIECE_BYTES):
@@ -72,8 +75,8 @@ class SpoolBlock:
             os.close(descriptor)
 
     async def _check(self, file: LocalFile) -> None:
-        problem = await block_threads.run(file.problem)
-        if problem or self._copies.find(self._attempt, self._name) is not file:
+        lost = await self._copies.lost([file])
+        if lost:
             raise NotFoundError(
-                f"{self._name} isn't in the spool of {self.host} any more: {problem or 'it was evicted'}"
+                f"{self._name} isn't in the spool of {self.host} any more: {lost[file]}"
             )

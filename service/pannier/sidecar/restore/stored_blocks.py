@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pannier.common import timeouts
-from pannier.sidecar.restore.block_fetcher import Attempt
+from pannier.sidecar.restore.block_fetcher import SourceRequest
 from pannier.storage import Store, check_allowed, check_shared, import_store, is_imported
 from pannier.storage.base import limited
 from pannier.storage.io_threads import setup_threads
@@ -29,8 +29,8 @@ class StoredBlocks:
         self._allow = allow
         self._stores: dict[str, Store] = {}
         self._used_at: dict[str, float] = {}
-        self._connecting: dict[str, set[Attempt]] = {}
-        """Reads of stores that haven't answered one yet."""
+        self._connecting: dict[str, set[SourceRequest]] = {}
+        """By checkpoint id: reads under way of a store that hasn't answered any read yet."""
 
     def check(self, checkpoint_id: str) -> None:
         """Raises InvalidRequestError unless the checkpoint may be read here."""
@@ -47,28 +47,28 @@ class StoredBlocks:
         return True
 
     async def read(
-        self, checkpoint_id: str, name: str, offset: int, size: int, attempt: Attempt
+        self, checkpoint_id: str, name: str, offset: int, size: int, request: SourceRequest
     ) -> bytes:
         """A range of a data file, shorter where the file ends. Raises StorageError."""
 
         def retried(reason: str) -> None:
             # A second request would only add to the load of a store that asks for less.
-            attempt.patient = True
-            attempt.retries += 1
+            request.patient = True
+            request.retries += 1
 
         if checkpoint_id not in self._stores and not is_imported(checkpoint_id):
-            # Not on the event loop: peers and ranks would take it for stopped.
-            attempt.patient = True
+            # Not on the event loop: peers and ranks would take this sidecar for stopped.
+            request.patient = True
             await setup_threads.run(import_store, checkpoint_id)
-            # Another reader may have connected meanwhile.
-            attempt.begin()
+            # No longer patient: another reader may have connected to the store meanwhile.
+            request.begin()
         store = self._stores.get(checkpoint_id)
         if store is None:
             store = self._stores[checkpoint_id] = self._open_store(checkpoint_id)
             self._connecting[checkpoint_id] = set()
         self._used_at[checkpoint_id] = end = time.monotonic() + timeouts.BLOCK_S
         if store.host_local:
-            # A symbolic link may lead to what isn't the job's.
+            # A symbolic link may lead outside of the allowed roots.
             try:
                 await setup_threads.run(check_allowed, f"{checkpoint_id}/{name}", self._allow)
             except InvalidRequestError as error:
@@ -76,14 +76,14 @@ class StoredBlocks:
         connecting = self._connecting.get(checkpoint_id)
         if connecting is not None:
             # Another request would wait for the same connection and credentials.
-            attempt.patient = True
-            connecting.add(attempt)
+            request.patient = True
+            connecting.add(request)
         try:
             with limited(until=lambda: end, retried=retried):
                 data = await store.read(name, offset, size)
         finally:
             if connecting is not None:
-                connecting.discard(attempt)
+                connecting.discard(request)
         for waiting in self._connecting.pop(checkpoint_id, ()):
             waiting.begin()
         return data
@@ -118,9 +118,12 @@ class StoredBlock:
         self._stored = stored
         self._place = checkpoint_id, name, offset, size
 
-    async def read(self, attempt: Attempt) -> Sequence[bytes]:
+    async def read(self, request: SourceRequest) -> Sequence[bytes]:
         """Raises StorageError."""
-        return [await self._stored.read(*self._place, attempt)]
+        return [await self._stored.read(*self._place, request)]
+
+    def succeeded(self) -> None:
+        """Nothing: storage is the last source in any case."""
 
     def failed(self, error: PannierError | None) -> None:
         """Nothing: the error is raised when no source has the block."""

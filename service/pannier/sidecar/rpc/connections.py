@@ -30,8 +30,9 @@ _log = logging.getLogger(__name__)
 
 _EXPIRED_S: Final = 0.001
 """Stands for a remaining time that is over; 0 means that a deadline isn't known."""
-_MOST: Final = 16
-"""Connections of one rank at a time; a client has one, and a second one while it reconnects."""
+_MAX_CONNECTIONS_PER_RANK: Final = 16
+"""At a time; a client has one, and a second one while it reconnects."""
+_GONE: Final = "is gone: its connection ended before the rank was ingested"
 
 Message = Save | save_pb2.SaveStatus | sidecar_pb2.RoomWanted
 Send = Callable[[sidecar_pb2.ConnectResponse], Awaitable[None]]
@@ -60,7 +61,7 @@ class _Connection:
     def __init__(self, request: sidecar_pb2.ConnectRequest, grace_s: float) -> None:
         self.grace_s = grace_s
         self.closing = False
-        """The client was closed: its process continues without it."""
+        """The client announced that it closes, while its process continues."""
         self.key = (request.job, request.incarnation, request.rank)
         self.client = request.client
         self.pid = request.pid
@@ -72,7 +73,7 @@ class _Connection:
 
     def mark_changed(self, save: Save, urgent: bool) -> None:
         """Queues the save's status."""
-        # More progress notifies nothing: it goes with the next tick.
+        # Further progress sets no event: :meth:`next` sends all of it after PROGRESS_S.
         if urgent or not self._changed:
             self._notified.set()
         self._changed[save.key] = save
@@ -90,7 +91,7 @@ class _Connection:
         self._notified.set()
 
     def expect_end(self) -> None:
-        """The client is being closed: the end of its stream is no failure."""
+        """Notes that the client closes: the end of its stream is no failure."""
         self.closing = True
 
     def close(self) -> None:
@@ -139,7 +140,7 @@ class _PendingSave:
 class Watches:
     """Saves that clients ask about and that a restarted sidecar may not hold.
 
-    Only the coordinator decides how a save ended: not holding one proves nothing.
+    Only the coordinator decides how a save ends: that this sidecar doesn't hold a save says nothing about it.
 
     Args:
         on_new: called when there is more to ask the coordinator.
@@ -163,7 +164,7 @@ class Watches:
         self._pending.pop(connection, None)
 
     def unknown(self) -> list[sidecar_pb2.PendingSave]:
-        """Those to ask the coordinator about: the sidecar doesn't hold their ranks."""
+        """The saves to ask the coordinator about: the sidecar doesn't hold their ranks."""
         asked = [each for pending in self._pending.values() for each in pending.values()]
         return [each.message() for each in asked if not self._saves.holds(each.context)]
 
@@ -175,7 +176,7 @@ class Watches:
             for connection, _ in found:
                 del self._pending[connection][key]
         for connection, each in found:
-            # Otherwise it gets the status as of any save that this sidecar holds.
+            # Of a save that this sidecar holds, the client gets the status by Connections.on_change.
             if not self._saves.holds(each.context):
                 connection.push(status)
 
@@ -207,7 +208,7 @@ class Connections:
         self._connections: dict[Key, list[_Connection]] = {}
         self._last_pids: dict[Key, int] = {}
         self._timers: dict[Key, asyncio.TimerHandle] = {}
-        """Of ranks whose clients are not connected: then they fail."""
+        """By rank whose client is not connected; a timer that fires fails the rank."""
         self._idle_since = time.monotonic()
         self._ended = False
 
@@ -266,10 +267,10 @@ class Connections:
         for connection in connections:
             connection.mark_changed(save, urgent)
         if rank is None and urgent and save.outcome is None:
-            # Its full plan may be requested of a rank whose trainer was no longer needed before.
+            # The coordinator may have requested the full plan of a rank whose trainer wasn't needed any more.
             for each in save.ranks.values():
                 if each.phase is Phase.HANDED_OVER and each.needs_trainer:
-                    self.expect(each)
+                    self._expect(each, timeouts.TRAINER_CONNECT_S, _GONE)
 
     def request_room(self, clients: set[str]) -> None:
         """Asks these clients to return files that they have leased and don't use."""
@@ -278,11 +279,9 @@ class Connections:
                 connection.request_room()
 
     def expect(self, rank: RankSave, within_s: float = timeouts.TRAINER_CONNECT_S) -> None:
-        """The rank handed something in: fails it unless its client is connected soon."""
-        key = (rank.save.id.job, rank.save.id.incarnation, rank.rank)
-        if key in self._connections or key in self._timers:
-            return
-        self._fail_later(key, within_s)
+        """Called when the rank has sent something: fails it unless its client connects in ``within_s``."""
+        why = f"sent data but never connected to the sidecar within {within_s:g} s"
+        self._expect(rank, within_s, why)
 
     def jobs(self) -> set[str]:
         """Jobs with a connected client."""
@@ -303,7 +302,7 @@ class Connections:
             connection.close()
 
     def close(self) -> None:
-        """Ends all streams, for good."""
+        """Ends all streams and timers, when the sidecar stops: no rank fails because of that."""
         self._ended = True
         for key in list(self._timers):
             self._stop_timer(key)
@@ -345,13 +344,13 @@ class Connections:
 
     def _add(self, connection: _Connection) -> None:
         listed = self._connections.get(connection.key, [])
-        if len(listed) >= _MOST:
+        if len(listed) >= _MAX_CONNECTIONS_PER_RANK:
             raise OverloadedError(
                 f"rank {connection.key[2]} of job {connection.key[0]} is connected {len(listed)} "
                 "times, which is the limit: does a process make one client after the other?"
             )
         self._connections[connection.key] = listed
-        # The grace that an earlier end gave is over: the next end gives all of it again.
+        # After the next disconnect the whole grace time counts again.
         self._stop_timer(connection.key)
         # The same client again: its previous stream broke, which this end hasn't noticed yet.
         previous = [each for each in listed if each.client == connection.client]
@@ -371,21 +370,26 @@ class Connections:
         if last and connection.closing:
             self._trainers.remove(connection.key)
         if last:
-            self._fail_later(connection.key, connection.grace_s, closed=connection.closing)
+            self._fail_later(connection.key, connection.grace_s, _GONE, closed=connection.closing)
 
-    def _fail_later(self, key: Key, delay_s: float, *, closed: bool = False) -> None:
-        """Fails the rank unless its client connects before."""
+    def _expect(self, rank: RankSave, within_s: float, why: str) -> None:
+        key = (rank.save.id.job, rank.save.id.incarnation, rank.rank)
+        if key not in self._connections and key not in self._timers:
+            self._fail_later(key, within_s, why)
+
+    def _fail_later(self, key: Key, delay_s: float, why: str, *, closed: bool = False) -> None:
+        """Fails the rank unless its client connects before; ``why`` is what its process did."""
         self._stop_timer(key)
         if not self._ended:
             loop = asyncio.get_running_loop()
-            self._timers[key] = loop.call_later(delay_s, self._fail, key, closed)
+            self._timers[key] = loop.call_later(delay_s, self._fail, key, why, closed)
 
     def _stop_timer(self, key: Key) -> None:
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
 
-    def _fail(self, key: Key, closed: bool) -> None:
+    def _fail(self, key: Key, why: str, closed: bool) -> None:
         """Fails the ranks of a disconnected client that still need it."""
         del self._timers[key]
         pid = self._last_pids.pop(key, 0)
@@ -396,6 +400,6 @@ class Connections:
             self._saves.fail(
                 rank,
                 save_pb2.FAILURE_KIND_LOST,
-                f"the {process} of rank {rank.rank} on host {rank.host} is gone: its connection "
-                f"ended before the rank was ingested ({rank.phase.name.lower()})",
+                f"the {process} of rank {rank.rank} on host {rank.host} {why} "
+                f"({rank.phase.name.lower()})",
             )

@@ -1,7 +1,7 @@
 """One call of ``Restore.Fetch``: the blocks that one rank of this host reads.
 
 In: the rank's requests, and blocks that it has released. Out: responses, in the order in which blocks
-arrive. A rank holds its share of the memory at a time; the blocks that it has requested beyond that are
+arrive. A rank holds at most its share of the memory at a time; further blocks that it has requested are
 fetched meanwhile. On the event loop.
 """
 
@@ -13,7 +13,7 @@ from typing import Final
 
 from pannier.common import timeouts
 from pannier.common.deadline import within
-from pannier.sidecar.restore.block_cache import BlockRequest, Held
+from pannier.sidecar.restore.block_cache import BlockRequest, CachedBlock
 from pannier.sidecar.restore.block_memory import BlockMemory
 from pannier.sidecar.restore.host_blocks import HostBlocks, LoadFiles
 from pannier.v1 import restore_pb2
@@ -41,7 +41,7 @@ class FetchStream:
         self._requests: dict[int, BlockRequest] = {}
         """By id: requested, and not released."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """Of requests without a response."""
+        """By id: tasks of requests that have no response yet."""
         self._held: set[int] = set()
         self._responses: deque[restore_pb2.FetchResponse] = deque()
         self._changed = asyncio.Event()
@@ -58,7 +58,10 @@ class FetchStream:
         self._receiving.add_done_callback(lambda _: self._changed.set())
 
     async def responses(self) -> AsyncIterator[restore_pb2.FetchResponse]:
-        """Until the rank has ended the stream and everything was answered. Raises InvalidRequestError."""
+        """Yields responses until the rank has ended the stream and each request has its response.
+
+        Raises InvalidRequestError.
+        """
         assert self._receiving is not None
         while True:
             while self._responses:
@@ -114,13 +117,13 @@ class FetchStream:
         try:
             response = await self._await(number, block)
         except PannierError as error:
-            # One line for each load: where storage is away, no block comes.
+            # One warning per stream: while storage can't be reached, every block fails.
             level = logging.DEBUG if self._failed_before else logging.WARNING
             self._failed_before = True
             where = f"{self._load.reader} of {self._load.start.checkpoint_id}"
             _log.log(level, "%s reads blocks from storage itself: %s", where, error)
             response = self._failed(number, str(error))
-        except Exception as error:  # noqa: BLE001 - one block's; the rank reads it elsewhere
+        except Exception as error:  # noqa: BLE001 - one block fails; the rank reads it elsewhere
             _log.exception("%s: a block can't be fetched", self._load.reader)
             response = self._failed(number, f"{type(error).__name__}: {error}")
         self._responses.append(restore_pb2.FetchResponse(block=response))
@@ -128,7 +131,7 @@ class FetchStream:
         self._changed.set()
 
     async def _await(self, number: int, block: BlockRequest) -> restore_pb2.FetchedBlock:
-        held: Held | None = None
+        held: CachedBlock | None = None
         while held is None:
             await block.arrive()
             while len(self._held) >= self._share:
@@ -154,7 +157,7 @@ class FetchStream:
 
     @property
     def _share(self) -> int:
-        """Blocks that the rank may hold at a time: all ranks together leave room for those under way."""
+        """Blocks that the rank may hold at a time: all ranks together leave room for blocks under way."""
         cache = self._blocks.cache
         return max(1, cache.slots // (2 * max(1, cache.readers)))
 
@@ -168,7 +171,7 @@ class FetchStream:
             return
         task = self._tasks.get(number)
         if task is not None and task is not asyncio.current_task():
-            # The rank has it from elsewhere by now.
+            # The rank doesn't wait for the block any more: it has read it elsewhere.
             task.cancel()
             del self._tasks[number]
         self._held.discard(number)

@@ -1,7 +1,7 @@
-"""Where other hosts reach this sidecar: a server with the service ``Peer`` alone, for mutual TLS.
+"""The server for other hosts' sidecars, with the service ``Peer`` alone, by mutual TLS.
 
-In: the sidecar's settings, the blocks of its host, and its replicas. Out: a server at ``--peers`` as long as the context
-lasts, and what Locate's responses say of it. On the event loop.
+In: the sidecar's settings, the blocks of its host, and its replicas. Out: a server at ``--peers`` as long as
+the context lasts, and the fields of LocateResponse that describe it. On the event loop.
 """
 
 import logging
@@ -26,7 +26,7 @@ _STOP_S: Final = 0.5
 
 
 def peer_fields(config: SidecarConfig, address: str) -> restore_pb2.LocateResponse:
-    """How other hosts reach this one, at ``address``; empty: they can't."""
+    """The fields of LocateResponse by which other hosts reach this one at ``address``; empty: they can't."""
     return restore_pb2.LocateResponse(
         host=config.host,
         peer_address=address,
@@ -39,7 +39,7 @@ def peer_fields(config: SidecarConfig, address: str) -> restore_pb2.LocateRespon
 async def serving_peers(
     config: SidecarConfig, blocks: HostBlocks, replicas: Replicas
 ) -> AsyncIterator[str]:
-    """Serves blocks to other hosts, and takes their replicas, if they are to be; yields the address, or "".
+    """Serves blocks to other hosts and takes their replicas if ``--peers`` is set; yields the address, or "".
 
     An embedded sidecar takes another port if its own is in use, or serves no peers: saves don't
     depend on them. Raises ConfigurationError: the address can't be bound.

@@ -1,8 +1,9 @@
 """The methods of ``pannier.v1.Peer``, for the sidecars of other hosts.
 
-In: requests for blocks, and replicas. Out: blocks' bytes, in pieces, from this host's spool, or from the memory of
-fetched blocks; errors become statuses in :mod:`pannier.daemon.interceptors`. Some blocks are sent at a time; the other
-calls wait for their turn, with signs of life. On the event loop.
+In: requests for blocks, and replicas. Out: blocks' bytes, in pieces, from this host's spool, or from the
+memory of fetched blocks; errors become statuses in :mod:`pannier.daemon.interceptors`. The number of blocks
+that are sent at a time is limited; calls that wait for their turn send empty responses as signs of life. On
+the event loop.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import grpc
 
 from pannier.common import timeouts
 from pannier.sidecar.replicas.exchange import Replicas
-from pannier.sidecar.restore.block_cache import Held
+from pannier.sidecar.restore.block_cache import CachedBlock
 from pannier.sidecar.restore.host_blocks import HostBlocks
 from pannier.sidecar.restore.spool_blocks import PIECE_BYTES
 from pannier.sidecar.rpc.replicate_stream import ReplicateStream
@@ -108,7 +109,7 @@ class PeerServicer(restore_pb2_grpc.PeerServicer):
         """From the memory of fetched blocks. Raises PannierError."""
         block = self._blocks.request_for_peer(request)
         try:
-            # No turn for what isn't here yet.
+            # A turn is taken only once the block is here.
             async with _running(block.arrive()) as arriving:
                 async for response in _signs_of_life(arriving):
                     yield response
@@ -117,7 +118,7 @@ class PeerServicer(restore_pb2_grpc.PeerServicer):
                 async for response in _signs_of_life(turn):
                     yield response
                 while (held := block.hold()) is None:
-                    # It was evicted meanwhile.
+                    # The block was evicted while this call waited for its turn.
                     async with _running(block.arrive()) as arriving:
                         async for response in _signs_of_life(arriving):
                             yield response
@@ -128,7 +129,7 @@ class PeerServicer(restore_pb2_grpc.PeerServicer):
         finally:
             block.release()
 
-    def _pieces(self, held: Held) -> Iterator[restore_pb2.ReadBlockResponse]:
+    def _pieces(self, held: CachedBlock) -> Iterator[restore_pb2.ReadBlockResponse]:
         for start in range(0, held.size, PIECE_BYTES):
             count = min(PIECE_BYTES, held.size - start)
             response = restore_pb2.ReadBlockResponse(
@@ -150,7 +151,7 @@ class PeerServicer(restore_pb2_grpc.PeerServicer):
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Ends the call of a peer that doesn't receive: it keeps a turn, and memory."""
+    """Cancels the call after BLOCK_SEND_S: a peer that doesn't receive would keep a turn, and memory."""
     task = asyncio.current_task()
     assert task is not None
     timer = asyncio.get_running_loop().call_later(timeouts.BLOCK_SEND_S, task.cancel)
@@ -162,20 +163,20 @@ def _bounded() -> Iterator[None]:
 
 @asynccontextmanager
 async def _running(awaited: Awaitable[T]) -> "AsyncIterator[asyncio.Future[T]]":
-    """A task that has ended when the context has."""
+    """Runs ``awaited`` in a task, which is cancelled and awaited at the end of the context."""
     task = asyncio.ensure_future(awaited)
     try:
         yield task
     finally:
         task.cancel()
-        # Also one that has ended, whose error the caller may not ask for.
+        # Also retrieves the error of an ended task, which the caller may not have retrieved.
         await asyncio.gather(task, return_exceptions=True)
 
 
 async def _signs_of_life(
     awaited: "asyncio.Future[Any]",
 ) -> AsyncIterator[restore_pb2.ReadBlockResponse]:
-    """Empty responses until it is done."""
+    """Yields empty responses until ``awaited`` is done."""
     while not awaited.done():
         await asyncio.wait({awaited}, timeout=timeouts.BLOCK_ALIVE_S)
         if not awaited.done():

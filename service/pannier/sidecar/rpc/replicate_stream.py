@@ -1,7 +1,7 @@
-"""One call of ``Peer.Replicate``, as the host sees it that gets the replica.
+"""One call of ``Peer.Replicate``, on the host that gets the replica.
 
-In: the messages of another host's sidecar. Out: how much of each file is here, now and then, and at the end that
-all of it outlives this process. On the event loop.
+In: the messages of another host's sidecar. Out: from time to time, how much of each file is here; at the end,
+the confirmation that all of it outlives this process. On the event loop.
 """
 
 import asyncio
@@ -20,9 +20,10 @@ T = TypeVar("T")
 
 
 class ReplicateStream:
-    """Another stream, or the end of the replica, ends it with a problem.
+    """The stream that fills a replica, until the end of the replica or another stream for it ends this one.
 
-    That cancels what is awaited here, never the task: gRPC can send no status while a response is being sent.
+    That cancels the operation that is awaited here, never the handler's task: gRPC can send no status while a
+    response is being sent.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -56,12 +57,12 @@ class ReplicateStream:
         while not replica.arrived:
             request = await self._run(anext(requests, None))
             if request is None:
-                # It goes on with another stream.
+                # The sender resumes with another stream.
                 return
             if request.WhichOneof("request") != "chunk":
                 raise InvalidRequestError("a stream with a replica has a second `start`")
             await self._run(self._replicas.held.append(replica, self, request.chunk))
-            # Frees its MiB while the next one arrives.
+            # Frees the chunk's memory while the next one arrives.
             del request
             if time.monotonic() >= due:
                 due = time.monotonic() + timeouts.REPLICA_ACK_S
@@ -70,7 +71,7 @@ class ReplicateStream:
         yield _response(replica, complete=True)
 
     async def _run(self, work: Awaitable[T]) -> T:
-        """Its result; raises the problem as soon as there is one."""
+        """The result of ``work``. Raises the error that ends this stream as soon as there is one."""
         self._awaited = awaited = asyncio.ensure_future(work)
         if self._problem is not None:
             awaited.cancel()

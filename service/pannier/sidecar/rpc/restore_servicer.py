@@ -34,7 +34,7 @@ class RestoreServicer(restore_pb2_grpc.RestoreServicer):
         blocks: what this host fetches for loads.
         descriptors: name of the socket that passes descriptors; "": there is none.
         loads: takes reports of loads.
-        token_first: it requires the digest of the job's token.
+        token_first: that socket requires the digest of the job's token first.
         peer: where and how other hosts reach this sidecar, as in LocateResponse.
     """
 

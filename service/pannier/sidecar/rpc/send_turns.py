@@ -1,7 +1,7 @@
-"""Turns of peers to be sent a block: so many blocks at a time are on the way to other hosts.
+"""Limits how many blocks are sent to peers at a time, in total and to each host.
 
-In: hosts that wait to receive. Out: futures, done when it is their turn, in the order of the requests. A host
-that doesn't receive has a few turns, not all. On the event loop.
+In: hosts that wait for a block. Out: futures, done when it is the host's turn, in the order of the requests.
+A host that doesn't receive holds a few turns, never all. On the event loop.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ class SendTurns:
 
     Args:
         most: turns at a time.
-        to_a_host: of those, the most of one host.
+        to_a_host: turns of one host at a time.
     """
 
     def __init__(self, most: int = MOST_SENT, to_a_host: int = MOST_TO_A_HOST) -> None:
@@ -27,22 +27,22 @@ class SendTurns:
         self._taken: Counter[str] = Counter()
         """By host."""
         self._waiting: dict[asyncio.Future[None], str] = {}
-        """Hosts, in order."""
+        """Hosts of the turns that are waited for, in the order of the requests."""
 
     @property
     def taken(self) -> int:
-        """Turns now."""
+        """Number of turns in use."""
         return self._taken.total()
 
     def take(self, host: str) -> "asyncio.Future[None]":
-        """A turn, which begins when the future is done. To be given back in any case."""
+        """A turn, which begins when the future is done. The caller gives it back, begun or not."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting[turn] = host
         self._grant()
         return turn
 
     def give(self, host: str, turn: "asyncio.Future[None]") -> None:
-        """The host's turn has ended, or the host waits no longer."""
+        """Gives a turn back: it has ended, or the host waits no longer."""
         if self._waiting.pop(turn, None) is None:
             self._taken -= Counter([host])
         self._grant()

@@ -2,7 +2,7 @@
 
 In: requests. Out: responses; errors are raised and become statuses in
 :mod:`pannier.daemon.interceptors`. Other modules do the work; here is only the order of steps. On the
-event loop. A handler is cancelled when its caller disconnects; what must not end halfway then runs in
+event loop. A handler is cancelled when its caller disconnects: work that must not stop halfway runs in
 :meth:`SidecarServicer._complete`.
 """
 
@@ -43,7 +43,7 @@ NAME: Final = "pannier.v1.Sidecar"
 LIMITS: Final = {
     f"/{NAME}/{method}": limit
     for method, limit in {
-        # One each for a client's life.
+        # One per connected client.
         "Connect": 512,
         # One per rank while its group plans, or torch's metadata is committed.
         "Plan": 512,
@@ -73,7 +73,7 @@ T = TypeVar("T")
 class _WriteStream:
     """The messages of one call of ``Write``, which is the writer of its file.
 
-    Made by the call's handler, which :meth:`cancel` cancels.
+    Created in the task of the call's handler, which :meth:`cancel` cancels.
     """
 
     def __init__(self, context: Any) -> None:
@@ -109,7 +109,7 @@ class _WriteStream:
             await asyncio.wait({self._sending})
 
     def take_header(self) -> None:
-        """The header has arrived."""
+        """Called when the header has arrived: sets the idle limit for chunks."""
         self._idle_limit_s = timeouts.WRITE_IDLE_S
 
     def cancel(self, problem: str = "the file is no longer filled by this stream") -> None:
@@ -119,7 +119,7 @@ class _WriteStream:
             self._task.cancel()
 
     def close(self) -> None:
-        """The handler ends."""
+        """Stops the idle timer; called when the handler ends."""
         self._timer.cancel()
         self._task = None
 
@@ -165,7 +165,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         """Forwards a local plan; returns once the whole group is planned."""
         limits.check_plan(request)
         if request.prepare:
-            # It belongs to no save, so nothing is recorded here.
+            # A prepared plan belongs to no save, so nothing is recorded here.
             self._ingest.check(request.context)
             prepared: sidecar_pb2.PlanResponse = await self._call(
                 "Plan", request, request.timeout_s
@@ -176,7 +176,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             if rank.save.outcome is not None:
                 raise rank.save.ended_error()
         except SaveAbortedError:
-            # It ended without this rank: the coordinator knows which save the rank belongs to now.
+            # The save ended without this rank: the coordinator knows which save the rank belongs to now.
             await self._call("Plan", request, request.timeout_s)
             raise
         self._saves.check(rank)
@@ -187,7 +187,8 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         if rank.claim is None:
             self._saves.set_plan(rank, response.plan)
             await self._ingest.check_room(rank)
-        # A rank that has staged by another plan compares, and hands over by this one or fails.
+        # A rank with a claim has staged by another plan: its client compares the two, and hands over by this
+        # one or fails the save.
         return response
 
     async def Begin(
@@ -290,7 +291,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
     async def Fail(
         self, request: sidecar_pb2.FailRequest, context: Any
     ) -> sidecar_pb2.FailResponse:
-        """The rank skips the save or fails: forwarded by a call and by the report."""
+        """The rank skips the save or fails. The failure is forwarded by a call and with the reports."""
         # The checkpoint id isn't checked: it may be the very reason of the failure.
         limits.check_context(request.context)
         request.failure.CopyFrom(limits.shortened(request.failure))
@@ -298,7 +299,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         with suppress(SaveAbortedError, InvalidRequestError):
             rank = self._saves.enter(request.context, failing=True)
             self._saves.fail(rank, request.failure.kind, request.failure.message)
-        # When the coordinator can't be reached, the report follows once it can.
+        # When the coordinator can't be reached now, it gets the failure with the reports.
         with suppress(UnavailableError, DeadlineError):
             await self._coordinator.call("Fail", request, timeouts.FAIL_S)
         return sidecar_pb2.FailResponse()
@@ -326,7 +327,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
     def _completed(self, task: asyncio.Task[Any]) -> None:
         self._completing.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # Its caller raises it, unless it has disconnected.
+            # The handler raises it, unless its caller has disconnected.
             level = logging.DEBUG if isinstance(error, PannierError) else logging.ERROR
             _log.log(level, "a call ended with %r", error)
 
@@ -337,7 +338,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
     async def _forward(self, rank: RankSave, method: str, request: Any, timeout_s: float) -> Any:
         """Calls the coordinator for a rank, and ends the rank here when the call fails.
 
-        It is cancelled when the trainer disconnects. If that doesn't reconnect, its rank fails.
+        The call is cancelled when the trainer disconnects; a rank whose trainer doesn't reconnect fails.
         """
         try:
             return await self._call(method, request, timeout_s)
@@ -365,7 +366,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
                 raise message
             else:
                 raise InvalidRequestError(f"{file.label}: a second header in one stream")
-            # Frees its memory while the next one arrives.
+            # Frees the chunk's memory while the next one arrives.
             del message
             if held >= next_stop or held == size:
                 next_stop = held + ACKNOWLEDGE

@@ -1,8 +1,9 @@
 """A data file on its way through the spool: written by one stream, read by one upload.
 
 In: chunks of ``Write`` streams, or content that a trainer has staged into the spool file. Out: bytes for
-the upload, as soon as they are there. On the event loop; per chunk of a stream one call in a thread computes a
-checksum and makes one ``pwrite``, both without the GIL. What a trainer has staged is read by its upload alone.
+the upload, as soon as they are there. On the event loop; per chunk of a stream one call in a thread computes
+a checksum and makes one ``pwrite``, both without the GIL. What a trainer has staged is read by its upload
+alone.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ class UploadProgress:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Who fills the file."""
+    """The stream that fills the file."""
 
     key: object
     cancel: Callable[[], object]
@@ -83,7 +84,7 @@ class DataFile:
         self.held = 0
         """All bytes below this offset are in the spool."""
         self.checksums = Checksums()
-        """Of those; of what a trainer has staged, not before it was read for the store."""
+        """Checksums of the held bytes; of staged content, known once it was read for the store."""
         self.upload = UploadProgress()
         """Changed by the upload."""
         self._writing = asyncio.Lock()
@@ -92,7 +93,7 @@ class DataFile:
         self._spool_file: SpoolFile | None = spool_file
         self._released = False
         self._changed = asyncio.Event()
-        """Set when more bytes are there or the file is released; another one takes its place then."""
+        """Set, and replaced by a new event, when more bytes are there or the file is released."""
 
     @property
     def spool_file(self) -> SpoolFile:
@@ -109,19 +110,22 @@ class DataFile:
 
     @property
     def complete(self) -> bool:
-        """Sealed: it isn't written again."""
+        """Whether all bytes are in the spool: the file isn't written again."""
         return self.held == self.size
 
     def restore(self, checksums: Checksums) -> None:
-        """Sets what the journal says is there, and was verified; before any use."""
+        """Sets the bytes that the journal records and that were verified; before any use."""
         self.checksums, self.held = checksums, checksums.size
 
     def restore_staged(self) -> None:
-        """All of it is there, and its checksums aren't known."""
+        """Marks all bytes as present, with unknown checksums."""
         self.held = self.size
 
     def confirm(self, found: Checksums) -> None:
-        """All of it was read for the store, with these checksums. Raises IntegrityError: others had arrived."""
+        """Takes the checksums of the whole file, as read for the store.
+
+        Raises IntegrityError: the bytes that had arrived have others.
+        """
         if not self.is_checked:
             self.checksums = found
         elif (found.size, found.whole) != (self.size, self.checksums.whole):
@@ -173,7 +177,7 @@ class DataFile:
         return end
 
     async def take_staged(self) -> None:
-        """Takes what a trainer has staged into the spool file, unread: its upload takes the checksums.
+        """Takes what a trainer has staged into the spool file, unread: its upload computes the checksums.
 
         Raises:
             IntegrityError: the trainer has staged another save there.
@@ -232,7 +236,7 @@ class DataFile:
             return spool_file
 
     async def wait_for(self, count: int) -> int:
-        """Returns when the first ``count`` bytes are in the spool; how many are by now.
+        """Waits until the first ``count`` bytes are in the spool; returns how many are by then.
 
         Raises UnavailableError after :meth:`release`.
         """
@@ -286,7 +290,9 @@ class DataFile:
 
     def _released_error(self) -> UnavailableError:
         # Not final for the caller: its retry gets the save's outcome.
-        return UnavailableError(f"{self.label} isn't needed any more")
+        return UnavailableError(
+            f"{self.label}: its save has ended or failed, and its spool file was freed"
+        )
 
     def _unreadable(self, spool_file: SpoolFile, error: OSError) -> PannierError:
         return PannierError(

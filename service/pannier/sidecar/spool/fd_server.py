@@ -1,9 +1,9 @@
 """The socket over which trainers get descriptors: of leased spool files, and of what loads may read.
 
 gRPC can't pass descriptors, so a second unix socket lies beside the sidecar's own. In: connections of
-this host's trainers, which send one token after the other, TOKEN_BYTES each. Out: for each token a message
-per up to PER_MESSAGE descriptors (SCM_RIGHTS), whose one byte is their number: 0 for an unknown
-token. A connection stays open for the client's life. Where a node serves several jobs, the digest
+this host's trainers, which send one token after the other, TOKEN_BYTES each. Out: for each token its
+descriptors (SCM_RIGHTS), at most PER_MESSAGE in a message, whose single byte is their number; 0: the token is
+unknown. A connection stays open as long as the client. Where a node serves several jobs, the digest
 of a job's token comes first and is answered with one byte, 1 if it is valid. On the event loop.
 """
 
@@ -26,7 +26,7 @@ from pannier.wire.auth_token import DIGEST_BYTES
 _log = logging.getLogger(__name__)
 
 SUFFIX: Final = ".fd"
-"""Of the socket's name, after the sidecar's own."""
+"""Follows the name of the sidecar's own socket."""
 PER_MESSAGE: Final = 64
 _RESTORING: Final = 4
 """Loads whose descriptors are open at a time."""
@@ -34,7 +34,7 @@ _LONGEST_PATH: Final = 107
 _CREDENTIALS: Final = struct.Struct("3i")
 
 OpenForLoads = Callable[[bytes], Awaitable[list[int]]]
-"""New descriptors of what a token stands for, which the caller closes; none: it isn't known."""
+"""New descriptors of what a token stands for, which the caller closes; none: the token isn't known."""
 Listen = Callable[[Path], AbstractContextManager[socket.socket]]
 """Listens on a path as long as the context lasts."""
 
@@ -80,9 +80,15 @@ class _DescriptorServer:
     def _accept(self, connection: socket.socket) -> None:
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, user, _ = _CREDENTIALS.unpack(peer)
-        stranger = self._allowed is not None and user not in self._allowed
-        if stranger or len(self._connections) >= MAX_CONNECTIONS:
+        if self._allowed is not None and user not in self._allowed:
             _log.warning("user %d (process %d) may not lease spool files: closed", user, pid)
+            connection.close()
+            return
+        if len(self._connections) >= MAX_CONNECTIONS:
+            _log.warning(
+                "%d connections for descriptors are open, which is the limit: the one of process %d is closed",
+                *(len(self._connections), pid),
+            )
             connection.close()
             return
         connection.setblocking(False)
@@ -97,7 +103,7 @@ class _DescriptorServer:
                     await self._pass(connection, token)
         except (OSError, asyncio.TimeoutError) as error:
             _log.debug("a connection for descriptors broke: %s", error)
-        except Exception:  # noqa: BLE001 - one connection's error isn't the others'
+        except Exception:  # noqa: BLE001 - an error of one connection ends no other
             _log.exception("passing descriptors of spool files")
         finally:
             connection.close()

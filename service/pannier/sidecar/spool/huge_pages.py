@@ -1,8 +1,8 @@
 """Huge pages for the spool's files in memory: reading, mapping and sealing them takes half the CPU, or less.
 
-In: a part of a file of a tmpfs, with its content. Out: the same content in huge pages, which every process that maps the
-file finds there. That needs no privilege, mount option or setting of the kernel: ``MADV_COLLAPSE`` (Linux
-6.1) goes by none, where tmpfs is mounted with ``huge=never``, too. Blocking, thread-safe.
+In: a part of a file of a tmpfs, with its content. Out: the same content in huge pages, also for the processes
+that map the file. This needs no privilege, mount option or setting of the kernel: ``MADV_COLLAPSE`` (Linux
+6.1) disregards them, also on a tmpfs with ``huge=never``. Blocking, thread-safe.
 """
 
 import ctypes
@@ -32,10 +32,11 @@ _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 def collapse(fd: int, start: int, end: int) -> None:
     """Moves bytes ``start`` to ``end`` of a file into huge pages, as far as they fill whole ones.
 
-    The kernel allocates them first: in a virtual machine whose host has to supply the memory that takes up to 2 s per GiB of
-    CPU, else about 0.3 s. A process that accesses a page meanwhile waits until that page has moved.
+    The kernel allocates the huge pages first. That takes about 0.3 s of CPU per GiB, and up to 2 s in a
+    virtual machine whose host has to supply the memory. A process that accesses a page meanwhile waits until
+    that page has moved.
 
-    Raises OSError: the kernel has none, or has none left; or it is no file of a tmpfs.
+    Raises OSError: the kernel has no huge pages, or none left; or the file is not on a tmpfs.
     """
     size = _huge_page()
     if not size or not _is_tmpfs(fd):
@@ -71,7 +72,7 @@ def _is_tmpfs(fd: int) -> bool:
 
 @functools.cache
 def _huge_page() -> int:
-    """Bytes of one; 0: the kernel has none."""
+    """Bytes of a huge page; 0: the kernel has none."""
     try:
         return int(_SIZE.read_text())
     except (OSError, ValueError):

@@ -125,7 +125,7 @@ def decode(data: bytes, path: Path) -> Contents:
 
 
 class Journal:
-    """The file of one spool, open for more records; :meth:`open` makes it."""
+    """The file of one spool; open for more records after :meth:`rewrite` or :meth:`reopen`."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / NAME
@@ -137,6 +137,8 @@ class Journal:
         self._size = 0
         self._synced = 0
         self._first_size = 0
+        self._renamed = False
+        """The file was exchanged, and its directory isn't synced yet."""
 
     def read(self) -> Contents:
         """Reads what an earlier process left. Raises ConfigurationError, and changes nothing."""
@@ -180,8 +182,11 @@ class Journal:
                     os.close(fd)
                     new.unlink(missing_ok=True)
                     raise
+                # From here on the new file is in use: what fails now is no reason to go back to the old one.
                 self._use(fd, size)
-                _sync_directory(self.path.parent)
+                self._renamed = True
+                with suppress(OSError):  # :meth:`sync` tries again, and raises
+                    self._sync_rename()
                 fault_points.point("sidecar.compaction.after")
             except OSError as error:
                 raise PannierError(
@@ -244,30 +249,36 @@ class Journal:
         wanted = self._size
         with self._sync_lock:
             self._check_there()
-            if self._synced >= wanted:
+            if self._synced >= wanted and not self._renamed:
                 return
             with self._lock:
                 reached = self._size
             try:
                 os.fdatasync(self._fd)
+                self._sync_rename()
             except OSError as error:
-                raise PannierError(
-                    f"the journal {self.path} can't be brought to disk: {error}"
-                ) from error
+                raise PannierError(f"the journal {self.path}: fsync failed: {error}") from error
             self._synced = reached
+
+    def _sync_rename(self) -> None:
+        """Without it, the file that was replaced might be back after a loss of power."""
+        if self._renamed:
+            _sync_directory(self.path.parent)
+            self._renamed = False
 
     def _check_there(self) -> None:
         if os.fstat(self._fd).st_nlink == 0:
             raise PannierError(
-                f"the journal {self.path} was removed under the running sidecar, which can't vouch "
-                "for anything without it: start it again"
+                f"the journal {self.path} was removed under the running sidecar: restart the sidecar; saves "
+                "that are not committed must be made again"
             )
 
     def _use(self, fd: int, size: int) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = fd
+        previous, self._fd = self._fd, fd
         self._size = self._synced = self._first_size = size
+        if previous >= 0:
+            with suppress(OSError):  # of a file that isn't needed any more
+                os.close(previous)
 
     def close(self, *, remove: bool) -> None:
         """Ends its use; ``remove``: nothing in it is needed any more."""
@@ -281,7 +292,7 @@ class Journal:
 
 
 def _write(fd: int, data: bytes, at: int) -> int:
-    """Writes what comes after all records, which end at ``at``; the new end. All or nothing."""
+    """Writes ``data`` after all records, which end at ``at``; returns the new end. All or nothing."""
     view, end = memoryview(data), at
     try:
         while end - at < len(view):

@@ -1,8 +1,8 @@
 """The journal of a spool, and the state of each rank in each save that it records.
 
 In: changes of ranks and their files. Out: records in the journal, each written before anything relies
-on it, and at start the states that the previous process left. Methods are called on the event loop; one thread, which owns the states, writes
-records in the order of the calls.
+on it, and at start the states that the previous process left. Methods are called on the event loop; one
+thread, which owns the states, writes records in the order of the calls.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _GROWTH: Final = 1 << 20
 """Bytes that a journal may grow by at least, before it is compacted."""
 
 Recorded = RankSave | RankState
-"""Whom records are of: a rank of this process's saves, or one as an earlier process left it."""
+"""The owner of records: a rank of this process's saves, or its state as an earlier process left it."""
 T = TypeVar("T")
 
 
@@ -44,12 +44,15 @@ class JournalState:
         self._threads = Threads("the journal", patience_s=math.inf, threads=1)
         self._numbers: dict[RankSave, int] = {}
         self._full = 0
-        """Bytes that it had grown by when there was no room to compact it."""
+        """Bytes that the journal had grown by when it couldn't be compacted; 0: it could."""
         contents = self._read()
         for state in self._states:
             boot_clock.adopt(state.begun)
         try:
             self._journal.rewrite(self._records())
+            if not contents.end:
+                # There is nothing to upload: no hand-over could be confirmed without it.
+                self._journal.sync()
         except PannierError as error:
             if not contents.end or contents.damaged_at is not None:
                 raise ConfigurationError(f"{error}: name another --spool") from error
@@ -67,7 +70,10 @@ class JournalState:
         self._numbers[rank] = state.number
 
     def rebind(self, rank: RankSave, successor: RankSave) -> None:
-        """Records changes of ``successor`` where those of ``rank`` are, which has no more; before its first."""
+        """Records changes of ``successor`` under the state of ``rank``, which has no further changes.
+
+        Before the successor's first change.
+        """
         self._threads.submit(self._rebind, rank, successor)
 
     # Changes of ranks. Each raises PannierError when it can't be recorded.
@@ -99,7 +105,7 @@ class JournalState:
         await self._run(self._append, rank, "confirmed", _confirmed(plan_id))
         await self._sync()
 
-    # Errors of these are only logged: a restarted sidecar would repeat work, no more.
+    # Errors of these are only logged: without the record, a restarted sidecar only repeats work.
 
     async def record_durable(self, rank: RankSave, file: DataFile) -> None:
         """The store has confirmed ``file``."""
@@ -135,7 +141,7 @@ class JournalState:
         await self._run(lambda: None)
 
     async def forget(self, recorded: Recorded) -> None:
-        """Nothing is left to do for the rank."""
+        """Records that nothing is left to do for the rank."""
         forgotten = Record(forgotten=journal_pb2.PartForgotten())
         if isinstance(recorded, RankState):
             await self._run(self._try_state, recorded, forgotten)
@@ -152,7 +158,7 @@ class JournalState:
         """Closes the journal, and removes it when nothing is pending. Returns the spool files that must stay.
 
         Args:
-            keep_copies: also those that only loads of this host would need.
+            keep_copies: files that are in storage stay, too, though only loads of this host would need them.
         """
         return await self._run(self._close, keep_copies)
 
@@ -287,7 +293,7 @@ def _confirmed(plan_id: str) -> Record:
 
 
 def _begun(rank: RankSave) -> journal_pb2.PartBegun | None:
-    """What the rank's first record says; None when it has ended: the record of that found no state."""
+    """The rank's first record; None when it has ended: its end wasn't recorded, since it had no state yet."""
     if rank.save.outcome is not None or rank.failure is not None:
         return None
     begun = journal_pb2.PartBegun(

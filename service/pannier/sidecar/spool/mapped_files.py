@@ -41,10 +41,10 @@ class Copies(Protocol):
     """Content that stays in spool files after its save (:mod:`pannier.sidecar.restore.local_copies`)."""
 
     async def make_way(self, job: str, requested: int) -> None:
-        """Files of so many bytes are about to be reserved for ``job``."""
+        """Evicts what must go before files of so many bytes are reserved for ``job``."""
 
     async def evict_oldest(self) -> bool:
-        """Gives files up, since the spool has no room; False: there are none."""
+        """Evicts files, since the spool has no room; False: there are none."""
 
     async def restaged(self, spool_file: SpoolFile) -> None:
         """A trainer has staged another save into that file."""
@@ -57,7 +57,7 @@ class Replicas(Protocol):
         """Bytes of their spool files, of one job."""
 
     async def make_way(self) -> bool:
-        """Gives one up, since the spool has no room; False: there are none."""
+        """Gives one replica up, since the spool has no room; False: there is none."""
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ class MappedFiles:
         self._prefix = secrets.token_hex(4)
         """Keeps names of an earlier sidecar process's leases from being taken for ours."""
         self._returned = asyncio.Event()
-        """Set when a save has released a leased file; another one takes its place then."""
+        """Set, and replaced by a new event, when a save has released a leased file."""
         self._count = 0
         self.refusals = 0
         """Requests that the spool had no room for."""
@@ -110,10 +110,10 @@ class MappedFiles:
         self._by_name: dict[str, tuple[_FileLease, SpoolFile]] = {}
         self._by_file: dict[SpoolFile, tuple[_FileLease, str]] = {}
         self._held: list[SpoolFile] = []
-        """No longer needed, but a process may still write into them."""
+        """Files that are no longer needed, but that a process may still write into."""
         self._kept: set[SpoolFile] = set()
-        """Their content stays after its save: until :meth:`drop`, or a trainer that has leased one stages
-        another save there."""
+        """Files whose content stays after its save: until :meth:`drop`, or until a trainer that has leased
+        the file stages another save there."""
         self._copies: Copies | None = None
         self._replicas: Replicas | None = None
         self._requested: Counter[str] = Counter()
@@ -214,7 +214,7 @@ class MappedFiles:
             self._return(lease, name)
 
     async def drop(self, file: SpoolFile) -> None:
-        """The content needn't be kept any more: the file is its client's alone, or free."""
+        """Keeps the content no longer: from now on the file is its client's alone, or free."""
         if file not in self._kept:
             return
         self._kept.discard(file)
@@ -247,7 +247,7 @@ class MappedFiles:
     async def open_descriptors(self, token: bytes, connection: object) -> list[int]:
         """New descriptors of the lease with that token, each locked; the caller closes them.
 
-        The lease lasts as long as ``connection`` does. Empty: no lease with that token is unfetched.
+        The lease lasts as long as ``connection``. Empty: no lease has that token, or it was used already.
         """
         lease = next(
             (
@@ -269,13 +269,13 @@ class MappedFiles:
             await self._end(lease)
 
     async def release(self, owner: Owner, names: Sequence[str]) -> None:
-        """A client has unmapped these files; names that aren't its own are ignored."""
+        """Takes back files that a client has unmapped; names that aren't its own are ignored."""
         free = []
         for name in names:
             lease, file = self._by_name.get(name, (None, None))
             if lease is None or file is None or lease.owner != owner:
                 continue
-            # One that is in use is given back when its save has ended.
+            # A file in use is given back when its save has ended.
             if name not in lease.in_use and file not in self._kept:
                 free.append(file)
             self._forget(lease, name)
@@ -384,14 +384,15 @@ class MappedFiles:
             )
         if not lease.files:
             self._leases.discard(lease)
+        # Those that are kept now are given back by drop(), maybe while this waits for another one.
+        free = [file for file in idle if file not in self._kept]
         for file in idle:
             self._forget(*self._by_file[file])
-        for file in idle:
-            if file not in self._kept:
-                await self.give_back(file)
+        for file in free:
+            await self.give_back(file)
 
     def _is_ending(self, name: str) -> bool:
-        """Whether the file's save has ended, so that its next use is valid but early."""
+        """Whether a save that has ended still uses the file, so that its next use is valid but early."""
         lease, _ = self._by_name.get(name, (None, None))
         rank = lease.in_use.get(name) if lease is not None else None
         return rank is not None and rank.save.outcome is not None
@@ -428,7 +429,7 @@ def _open_for_staging(files: Sequence[SpoolFile]) -> list[int]:
 
 
 def open_for_reading(files: Sequence[SpoolFile]) -> list[int]:
-    """New descriptors that can only be read; each has a lock that keeps its file from another owner."""
+    """New read-only descriptors; each has a lock that keeps its file from another owner."""
     return _open_locked(files, os.O_RDONLY)
 
 

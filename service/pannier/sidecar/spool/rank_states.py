@@ -1,4 +1,4 @@
-"""The state of each rank in each save, as records of the journal say it.
+"""The state of each rank in each save, by the records of the journal.
 
 In: records. Out: states, and the fewest records that restore them. A state is dropped once nothing is left
 to do for its rank, and its files aren't a local copy. Pure; not thread-safe.
@@ -78,7 +78,7 @@ class RankState:
 
     @property
     def is_replica(self) -> bool:
-        """Whether it is of another host, and nothing of it was uploaded here: else it was taken over."""
+        """Whether it is a replica that wasn't taken over: nothing of it was uploaded here."""
         uploaded = self.stored or any(file.durable for file in self.files.values())
         return self.begun.replica and (self.failure is not None or not uploaded)
 
@@ -159,11 +159,13 @@ class RankStates:
         elif change == "ended":
             if state.ended is None:
                 state.ended = record.ended
-                # Also once the journal is compacted, which writes them in this order.
+                # A compaction writes the states in this order, and so keeps it.
                 self.by_number[record.part] = self.by_number.pop(record.part)
         else:
             # Cleaned up after an abort, or no longer a local copy.
-            del self.by_number[record.part]
+            for file in self.by_number.pop(record.part).files.values():
+                if self._by_spool_file.get(file.spool_file) is file:
+                    del self._by_spool_file[file.spool_file]
 
     def salvage(self, beyond: Iterable[Record], problem: str) -> None:
         """Adds what can be read behind damage, and fails the ranks that may have lost records there.

@@ -2,8 +2,8 @@
 
 In: the states that the journal records. Out: ranks as they were, their files verified against the recorded
 checksums, and uploads under way; the files of committed saves are local copies, which their readers
-verify. A rank that wasn't handed over waits for its trainer. Replicas of other hosts' ranks stay what they are. On the event loop, before any call is
-served; files are opened and read in threads.
+verify. A rank that wasn't handed over waits for its trainer. Replicas of other hosts' ranks stay replicas. On
+the event loop, before any call is served; files are opened and read in threads.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _READ_BYTES: Final = 256 << 10
 
 
 class _Staged(Enum):
-    """What a trainer has staged, which wasn't read yet."""
+    """In place of checksums: a trainer has staged the content, and it wasn't read yet."""
 
     STAGED = auto()
 
@@ -61,7 +61,7 @@ async def recover(
 
     Args:
         local_copies: gets the files of committed saves.
-        mapped: gets those that nothing takes; a process may still map them.
+        mapped: gets spool files that nothing needs; a process may still map them.
         replicas: gets the files of other hosts' ranks.
 
     Returns:
@@ -145,7 +145,7 @@ async def _add_copy(
     local_copies: LocalCopies,
     ended_at: float,
 ) -> Collection[str]:
-    """A rank of a committed save: its files that are still here are a local copy; returns their names."""
+    """Makes the files that are still here of a committed save's rank a local copy; returns their names."""
     files = {
         file.name: LocalFile(file, spool_files[file.name], state.files[file.name].stamp)
         for file in (state.receipt.files if state.receipt is not None else ())
@@ -175,7 +175,7 @@ async def _restore_replica(
     mapped: MappedFiles,
     replicas: HeldReplicas,
 ) -> None:
-    """A rank of another host: stays as far as it is here, unless something of it is missing or damaged."""
+    """Keeps a replica as far as it has arrived; gives it up if something of it is missing or damaged."""
     files = []
     for name, recorded in state.files.items():
         spool_file, checked = spool_files.get(name), checks.get(name)
@@ -211,7 +211,8 @@ def _verify(
 ) -> Checksums | PannierError | _Staged:
     """Reads all bytes that the journal records; returns their checksums, or what is wrong.
 
-    What a trainer has staged is read by its upload alone, unless it may have been lost with a boot.
+    Content that a trainer has staged isn't read here, but by its upload. After another boot it is refused: a
+    part of it may be lost.
     """
     if not isinstance(spool_file, SpoolFile):
         return spool_file

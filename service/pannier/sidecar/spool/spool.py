@@ -29,11 +29,12 @@ _log = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"\d{8,}\.data")
 """Names of spool files; no other file of the directory is touched."""
+_LOCKS: Final = Path("/proc/locks")
 _PAGE: Final = 4096
 _SMALL: Final = 1 << 20
 """Spool files up to this size fit any small data file."""
 _BUSY: Final = (errno.EAGAIN, errno.EBUSY)
-_PIECE: Final = 8 << 20  # that is moved into huge pages at a time
+_PIECE: Final = 8 << 20  # bytes that are moved into huge pages at a time
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
@@ -180,14 +181,17 @@ class Spool:
 
     @property
     def removed(self) -> bool:
-        """Whether the directory was removed, or another one is in its place."""
+        """Whether the directory was removed, or another one is in its place.
+
+        Raises PannierError: its file system doesn't say.
+        """
         try:
             found = os.stat(self.directory)
+            return not os.path.samestat(found, os.fstat(self._directory_fd))
         except FileNotFoundError:
             return True
         except OSError as error:
             raise PannierError(f"the spool {self.directory} can't be used: {error}") from error
-        return not os.path.samestat(found, os.fstat(self._directory_fd))
 
     def taken_by(self, job: str) -> int:
         """Bytes of the job's files that aren't free."""
@@ -243,7 +247,7 @@ class Spool:
             try:
                 collapse(fd, start, end)
             except OSError as error:
-                # What it doesn't move stays as it is, which is only slower.
+                # Pages that aren't moved stay as they are, which is only slower.
                 if error.errno not in _BUSY:
                     end = file.capacity
             finally:
@@ -342,14 +346,14 @@ class Spool:
         """Locks the directory itself, so that an empty spool is an empty directory."""
         fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = _lock_holder(fd)
-            os.close(fd)
-            raise ConfigurationError(
-                f"another sidecar works on the spool {self.directory}{holder}; end it (embedded daemons: "
-                "`pannier down --runtime-dir DIRECTORY`), or give each its own --spool (PANNIER_SPOOL)"
-            ) from error
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigurationError(
+                    f"another sidecar works on the spool {self.directory}{_lock_holder(fd)}; end it (embedded "
+                    "daemons: `pannier down --runtime-dir DIRECTORY`), or give each its own --spool "
+                    "(PANNIER_SPOOL)"
+                ) from error
         except BaseException:
             os.close(fd)
             raise
@@ -436,10 +440,14 @@ def _whole_pages(size: int) -> int:
 
 
 def _lock_holder(fd: int) -> str:
-    """Which process holds the lock on a file, for an error's text; "" where the kernel doesn't say."""
+    """The process that holds the lock on a file, for an error's text; "" where the kernel doesn't show it."""
     found = os.fstat(fd)
     device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    for line in Path("/proc/locks").read_text().splitlines():
+    try:
+        locks = _LOCKS.read_text().splitlines()
+    except OSError:  # not there, or not for this user
+        return ""
+    for line in locks:
         words = line.split()
         if words[1] == "FLOCK" and words[5] == device:
             try:

@@ -25,7 +25,7 @@ class UploadSlots:
 
     Args:
         memory: bytes that the buffers of all running uploads may take together.
-        cores: that they may use at a time.
+        cores: the cores that uploads may use at a time.
     """
 
     def __init__(self, memory: int, cores: int = 1) -> None:

@@ -65,7 +65,7 @@ class Uploader:
         """By save and checkpoint id."""
         self._uploads: dict[RankSave, dict[str, asyncio.Task[bool]]] = {}
         self._unconfirmed: dict[RankSave, asyncio.Event] = {}
-        """Set when a rank's claim is confirmed for which uploads wait."""
+        """By rank whose uploads wait for the confirmation of its claim: set when that has come."""
         self._finishing: dict[RankSave, asyncio.Task[None]] = {}
         self._cleanups: dict[RankSave, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -73,7 +73,7 @@ class Uploader:
     def start(self, rank: RankSave, file: DataFile) -> None:
         """Starts the upload of a file, which follows the file as it fills; idempotent."""
         if rank.save.outcome is not None or rank.phase in FAILED:
-            # It ended while the file was opened.
+            # The save or the rank ended while the file was opened.
             self._background_task(self._release(file))
             return
         started = self._uploads.setdefault(rank, {})
@@ -92,9 +92,9 @@ class Uploader:
         self._clean_up(save, None)
 
     async def await_clean_up(self, attempt: str) -> None:
-        """Returns when no rank of an attempt is being cleaned up: its files are a local copy by then, or free."""
+        """Returns when no rank of an attempt is being cleaned up: its files are a local copy, or free."""
         tasks = [task for rank, task in self._cleanups.items() if rank.attempt == attempt]
-        # They go on when the caller is cancelled.
+        # The tasks go on when the caller is cancelled.
         await asyncio.gather(*map(asyncio.shield, tasks), return_exceptions=True)
 
     def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
@@ -110,10 +110,10 @@ class Uploader:
             self.finish(rank)
 
     async def read_outcomes(self) -> None:
-        """Ends saves that were decided without this sidecar, before it leaves without a coordinator.
+        """Ends saves whose decision storage shows, before this sidecar exits without a coordinator.
 
-        A process that aborts one later finds all objects of this sidecar; of one that was aborted before,
-        only this sidecar knows what it has uploaded since.
+        A later ABORT finds all objects of this sidecar. Those that were uploaded after an earlier ABORT are
+        known to this sidecar only.
         """
         for save in self._saves.undecided():
             rank = next((rank for rank in save.ranks.values() if rank.attempt), None)
@@ -124,7 +124,7 @@ class Uploader:
                 self._saves.apply_status(outcome)
 
     async def stored_outcome(self, rank: RankSave) -> save_pb2.SaveStatus | None:
-        """How storage says that the save of a rank has ended, which the registry needn't know; None: it doesn't."""
+        """As :func:`read_outcome`, of a rank whose save needn't be in the registry."""
         checkpoint_id = rank.context.checkpoint_id
         if not is_imported(checkpoint_id):
             await setup_threads.run(import_store, checkpoint_id)
@@ -184,8 +184,10 @@ class Uploader:
         return await self._or_fail(rank, upload(), f"uploading {file.name}")
 
     async def _let_confirm(self, rank: RankSave) -> None:
-        """Waits a moment for a claim to be confirmed: where the coordinator writes to the disk that the upload writes
-        to, its few bytes would be synced after the upload's, and the trainer would wait for them.
+        """Waits a moment for the confirmation of the rank's claim.
+
+        Where the coordinator and the upload write to one disk, the coordinator's few bytes would be synced
+        after the upload's, and the trainer would wait for them.
         """
         if rank.phase is Phase.HANDED_OVER:
             event = self._unconfirmed.setdefault(rank, asyncio.Event())
@@ -201,6 +203,8 @@ class Uploader:
         receipt = rank.complete_receipt()
 
         async def write() -> None:
+            if lacking := [file.name for file in rank.files.values() if not file.upload.durable]:
+                raise RuntimeError(f"{lacking} were never uploaded")
             fault_points.point("sidecar.receipt.before")
             store = await self._imported_store(rank)
             await store.create(
@@ -229,14 +233,14 @@ class Uploader:
         return False
 
     async def _imported_store(self, rank: RankSave) -> Store:
-        """As :meth:`_store`, whose imports would keep the event loop for seconds the first time."""
+        """As :meth:`_store`, whose imports would block the event loop for seconds the first time."""
         checkpoint_id = rank.context.checkpoint_id
         if not is_imported(checkpoint_id):
             await setup_threads.run(import_store, checkpoint_id)
         return self._store(rank)
 
     def _store(self, rank: RankSave) -> Store:
-        """Of the checkpoint id that the rank itself has named: ranks may disagree until the plan is confirmed."""
+        """The store of the rank's own checkpoint id: ranks may disagree until the plan is confirmed."""
         key = (rank.save.key, rank.context.checkpoint_id)
         store = self._stores.get(key)
         if store is None:
@@ -348,7 +352,7 @@ class Uploader:
 
 
 async def read_outcome(store: Store, rank: RankSave) -> save_pb2.SaveStatus | None:
-    """How storage says that the rank's save has ended; None: it doesn't."""
+    """The outcome of the rank's save by its decision in storage; None: there is none, or it can't be read."""
     save = rank.save
     try:
         decision = await read_decision(store, rank.attempt, save.id)

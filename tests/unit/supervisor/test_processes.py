@@ -1,0 +1,64 @@
+"""Daemons that crash or don't end, as their supervisor handles them, with no process in their place."""
+
+import logging
+import math
+import signal
+import time
+
+import pytest
+
+from pannier.common import timeouts
+from pannier.supervisor.processes import ChildProcess, Daemon, Signals
+
+
+class Played(ChildProcess):
+    """A child that ends by SIGKILL, or by no signal."""
+
+    def __init__(self, *, stuck: bool = False) -> None:
+        super().__init__(0)
+        self.stuck = stuck
+        self.signals: list[int] = []
+
+    def poll(self) -> int | None:
+        ended = signal.SIGKILL in self.signals and not self.stuck
+        return -signal.SIGKILL if ended else None
+
+    def wait(self) -> int:
+        raise AssertionError("it may never end")
+
+    def send_signal(self, sig: int) -> None:
+        self.signals.append(sig)
+
+
+def test_a_daemon_that_always_crashes_is_started_again_after_the_longest_pause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(timeouts, "DAEMON_STEADY_S", math.inf)
+    caplog.set_level(logging.WARNING)
+    daemon = Daemon("it", Played)
+    daemon.start_if_due()
+    # More than the exponents of a float.
+    for _ in range(1100):
+        daemon.crashed(1)
+    assert daemon.crashes == 1100
+    assert daemon.due is not None
+    assert daemon.due <= time.monotonic() + timeouts.DAEMON_LONGEST_AGAIN_S
+    longest = f"it ended with exit status 1; restart in {timeouts.DAEMON_LONGEST_AGAIN_S:.1f} s"
+    assert caplog.messages[-1] == longest
+
+
+def test_one_that_is_stuck_in_the_kernel_keeps_no_other_from_being_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(timeouts, "HUNG_CALL_S", 0.01)
+    stuck, other = Played(stuck=True), Played()
+    daemons = [Daemon("the stuck one", lambda: stuck), Daemon("the other", lambda: other)]
+    for daemon in daemons:
+        daemon.start_if_due()
+    signals = Signals()
+    with signals.blocked():
+        assert signals.end(daemons, 0.0)
+    for child in (stuck, other):
+        assert child.signals == [signal.SIGTERM, signal.SIGKILL]
+    assert "the stuck one has not ended" in caplog.text
+    assert "the other has not ended" not in caplog.text
