@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from support.processes.ranks import start_ranks
+from support.processes.ranks import free_port, run_ranks, start_ranks
 from support.processes.stretch import stretched
 
 ENDING = """
@@ -107,3 +108,54 @@ def test_a_rank_that_is_killed_or_stopped_is_named_on_all_others(
             output = ranks.output(rank)
             assert text in output, output
             assert f"{{{culprit}: ('{HOST}', " in output
+
+
+STARTED_AGAIN = """
+import os, threading
+import torch
+import torch.distributed as dist
+from pannier import client
+from pannier.client.ranks import group_start, rank_hosts
+from pannier.client.ranks.store_barrier import StoreBarrier
+
+RANK, ROOT = int(os.environ["RANK"]), os.environ["ROOT"]
+dist.init_process_group("gloo")
+kept = dist.TCPStore("127.0.0.1", int(os.environ["KEPT"]), is_master=False, wait_for_workers=False)
+for module in (group_start, rank_hosts):
+    module.group_store = lambda process_group: dist.PrefixStore("group", kept)
+
+def load():
+    state = {"w": torch.zeros(6)}
+    client.load(state, checkpoint_id=client.latest(ROOT), timeout=float(os.environ["TIMEOUT"]))
+    return state["w"]
+
+if os.environ["NEWEST"] == "1":
+    waiting = threading.Event()
+    StoreBarrier.catch_up = lambda *arguments: waiting.set() or threading.Event().wait()
+    if RANK == 0:
+        threading.Thread(target=load, daemon=True).start()
+        waiting.wait()
+    os._exit(0)
+assert client.latest(ROOT).endswith("step-2")
+assert torch.equal(load(), torch.full((6,), 2.0))
+"""
+
+
+def test_ranks_that_are_started_again_are_in_step_whatever_their_dead_predecessors_called(
+    tmp_path: Path,
+) -> None:
+    # As torchrun's store, which outlives its workers.
+    port = free_port()
+    kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    for newest in (1, 2):
+        state = {"w": torch.full((6,), float(newest))}
+        dcp.save(state, checkpoint_id=tmp_path / f"step-{newest}", no_dist=True)
+        environment = {
+            "ROOT": str(tmp_path),
+            "KEPT": str(port),
+            "NEWEST": str(newest),
+            "TIMEOUT": str(stretched(20.0)),
+        }
+        # Of the first two, rank 0 is in its first load when rank 1 ends without a call.
+        run_ranks(STARTED_AGAIN, 2, environment, torchrun=False)
+    del kept

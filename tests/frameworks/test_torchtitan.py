@@ -20,6 +20,8 @@ def test_a_killed_job_resumes_bit_for_bit_after_the_step_that_was_ingested(
 def test_a_number_of_checkpoints_to_keep_is_refused_with_the_setting_that_has_it() -> None:
     from pannier.client.integrations.torchtitan import CheckpointManager
 
-    with pytest.raises(ValueError, match=r"keep_latest_k=3 .*PANNIER_KEEP_NEWEST"):
+    with pytest.raises(
+        ValueError, match=r"keep_latest_k=3 would remove committed .*PANNIER_KEEP_NEWEST"
+    ):
         CheckpointManager.Config(enable=True, keep_latest_k=3)
     assert CheckpointManager.Config(enable=True).keep_latest_k == 0

@@ -1,4 +1,4 @@
-"""Takes a training job's checkpoints off its hands.
+"""Saves and loads checkpoints of PyTorch training jobs; saves are committed in the background.
 
     from pannier import client
 
@@ -6,11 +6,11 @@
     ...  # training goes on
     handle.result()
 
-The functions here act on one client per process, made when it is first used;
-:class:`Client` makes others.
+The functions of this module use one client per process, which is made at its first use. To have
+others, make a :class:`Client`.
 
-Rank 0 logs one line per save, and what a call waits for that takes longer than 2 s: on stderr, or where
-the program's own handlers put records of the logger ``pannier``, at the level that it chose.
+Rank 0 logs one line per save and load, and what a call waits for if that takes longer than 2 s. Lines go to
+stderr, unless the program has handlers for the logger ``pannier``: then to these, at the program's level.
 ``PANNIER_LOG`` sets that logger's level: ``debug``, ``info``, ``warning``, ``error``, ``critical`` or
 ``off``.
 """
@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
-# Read when gRPC is imported. Unset, it is off for gRPC's Python package, but on for its core, which prints a line
-# at each fork: for each shell command of a notebook, and each worker of a DataLoader.
+# gRPC reads this when it is imported. Unset means off to its Python package, but on to its core, which then
+# prints a line at each fork: for each shell command of a notebook, and each worker of a DataLoader.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import torch
@@ -174,20 +174,22 @@ def wait_all(timeout: float | None = None) -> None:
 def advice(*, mtbf: float | timedelta | None = None) -> Advice | None:
     """What saves cost, and how often to save; None before the first commit.
 
-    By this process's last 20 committed saves (of its largest group, where several groups of ranks save) and last
-    20 loads. ``str()`` of it is one line. The interval is the one that loses the least time, as Young (1974) and
-    Daly (2006) estimate it; :mod:`pannier.common.save_interval` has the model. No other rank is asked: a loop that
-    goes by it takes one rank's. It raises no unretrieved errors.
+    Computed from this process's last 20 committed saves (of its largest group, where several groups of
+    ranks save) and its last 20 loads. ``str()`` of the advice is one line. The interval is the one that
+    loses the least time by the estimate of Young (1974) and Daly (2006);
+    :mod:`pannier.common.save_interval` has the model. No other rank is asked, so that ranks may get
+    different advice: a loop must follow that of one rank. Unlike other calls, this one raises no
+    unretrieved errors.
 
-    What a save costs is for how long ``async_save`` kept the loop, on the slowest rank (:func:`save` waits for the
-    commit besides). Not measured, and not counted: slower steps while a save is in flight, an optimizer's wait for
-    an overlapped copy, and the time until a failure is noticed and processes are started again. Saves by
-    :class:`StorageWriter` aren't counted. Without any load, a restore is assumed to take as long as a
-    save until it is durable.
+    The cost of a save is how long ``async_save`` kept the training loop on the slowest rank
+    (:func:`save` also waits for the commit). Not measured and not counted: slower steps while a save is
+    in flight, an optimizer's wait for an overlapped copy, and the time until a failure is noticed and
+    processes are started again. Saves by :class:`StorageWriter` aren't counted. Without any load, a
+    restore is assumed to take as long as a save takes until it is durable.
 
     Args:
-        mtbf: mean time between failures of the whole job, seconds or a timedelta: with 16 hosts that
-            each fail once in 30 days, 45 hours. None: the costs alone.
+        mtbf: mean time between failures of the whole job, seconds or a timedelta; for example 45 hours
+            for 16 hosts that each fail once in 30 days. None: only the costs are returned.
 
     Raises:
         InvalidRequestError: ``mtbf`` is below a second, or not finite.
@@ -212,19 +214,21 @@ def load(
 ) -> LoadResult:
     """Loads a checkpoint into ``state_dict`` in place, as ``torch.distributed.checkpoint.load``.
 
-    All ranks of the group call it. Tensors must lie where they are wanted, with
-    the shapes of the checkpoint; their sharding may be another. So they keep their identity and
-    sharding, those of torch_xla's SPMD programs too: a parameter sees what was loaded.
+    All ranks of the group call it. Tensors must already be allocated on their devices, with the
+    shapes of the checkpoint; their sharding may differ from the saved one. They are filled in place
+    and keep their identity and sharding, also in torch_xla's SPMD programs: a parameter sees what
+    was loaded.
 
-    What a sidecar of this host still has in its spool is read there, each byte compared with its
-    checksum; everything else from storage. No daemon is started for that. A checkpoint that isn't
-    committed yet, and that a sidecar of the first rank's host is still at, is waited for.
+    Files that a sidecar of this host still has in its spool are read from there, and compared with
+    their checksums; everything else is read from storage, or through sidecars from other hosts. No
+    daemon is started for that. If the checkpoint isn't committed yet and a sidecar of the first
+    rank's host still has its save in progress, the call waits for the commit.
 
     Args:
         state_dict: tensors to fill, ``Stateful`` objects, and keys of other objects.
         checkpoint_id: directory: a path, or a URL such as ``gs://bucket/run/step-100``.
-        storage_reader: a :class:`pannier.client.StorageReader` with other than the
-            default options; then ``checkpoint_id`` may be left out. It may be given by position.
+        storage_reader: a :class:`pannier.client.StorageReader` with options other than the
+            defaults; then ``checkpoint_id`` may be left out. It may be given by position.
         planner: default: ``DefaultLoadPlanner``. To load a part only, give
             ``DefaultLoadPlanner(allow_partial_load=True)``. torch_xla's ``SPMDLoadPlanner`` works,
             but isn't needed.
@@ -232,25 +236,25 @@ def load(
         no_dist: this process loads by itself.
         verify: compare what is read with the checksums that were taken when it was saved; whole
             data files are read for that, from storage. Only for what Pannier wrote.
-        timeout: seconds to wait for another rank: to call ``load``, to plan, to read ``.metadata``
-            for all, to read its part (as long as it reads nothing more). Default: 600. The ranks
-            that were waited for are named by number and host. It must be the same on all ranks.
-        extra_files: names of extra files to read with the state, so that they are of the same save also
-            while the checkpoint is being replaced; or a function that says which are wanted. Each
-            rank asks for its own. They are in the result.
+        timeout: seconds to wait for another rank at each step: to call ``load``, to plan, to read
+            ``.metadata`` for all, and to read its part (while it makes no progress). Default: 600.
+            The error names the missing ranks and their hosts. Must be the same on all ranks.
+        extra_files: names of extra files to read with the state, or a function that returns whether
+            a name is wanted. They belong to the same save as the state, also while the checkpoint is
+            being replaced. Each rank finds the files that it asked for in its result.
 
     Returns:
-        how many files and bytes came from where, on all ranks together; and this rank's extra files.
+        the numbers of files and bytes by source, of all ranks together; and this rank's extra files.
 
     Raises:
         PannierError: an earlier save failed and its error was not retrieved; on all ranks.
-        IntegrityError: with ``verify``, bytes are not those that were saved, naming the file; a
-            part of ``state_dict`` is filled then.
+        IntegrityError: with ``verify``, bytes of a file differ from those that were saved; names the
+            file. ``state_dict`` is then filled in part.
         InvalidRequestError: an argument can't be accepted.
         StorageError: there is no such checkpoint, or ``.metadata`` can't be read.
-        LoadError: anything else; with failures by rank: also those that ended, or were not there in
-            time. It is torch's ``CheckpointException``, too. Where a rank ended or stopped while the
-            ranks exchanged their plans, the process group may be of no more use.
+        LoadError: anything else; with failures by rank, which include ranks that ended or did not
+            arrive in time. It is also torch's ``CheckpointException``. If a rank ended or stopped
+            while the ranks exchanged their plans, the process group may no longer be usable.
     """
     return load_checkpoint(
         state_dict,
@@ -262,10 +266,10 @@ def load(
         verify=verify,
         timeout=timeout,
         extra_files=extra_files,
-        before=raise_unretrieved,
+        raise_unretrieved=raise_unretrieved,
         sharing=LoadSharing(default_settings),
         reporting=LoadReporter(default_settings).reporting,
-        finish=default_ingested(no_dist=no_dist).finish_one,
+        finish_ingested=default_ingested(no_dist=no_dist).finish_one,
     )
 
 
@@ -281,12 +285,13 @@ def list(
 
     Args:
         root: a path or a URL; need not exist, but its bucket must.
-        pattern: as of :func:`latest`. The step of each is taken from the part that its wildcards match.
+        pattern: as in :func:`latest`. A checkpoint's step is the last number in the part of its name
+            that the wildcards match.
         storage_options: of the fsspec file system. Default: from the environment.
 
     Raises:
         PannierError: an earlier save failed and its error was not retrieved.
-        InvalidRequestError: the root is no path, or the pattern can't be used.
+        InvalidRequestError: the root is not a path, or the pattern can't be used.
         StorageError: it can't be read.
         IntegrityError: a decision is damaged, so that the order isn't known.
     """
@@ -309,9 +314,10 @@ def export(
 ) -> ExportResult:
     """Writes tensors of a checkpoint as safetensors files, which Hugging Face's libraries read.
 
-    For a process that doesn't train: ``pannier export`` does the same from a shell. Needs ``pannier[export]``, and
-    memory for three times the largest file: torch's ``HuggingFaceStorageWriter``, which writes them, has a file's
-    tensors, and its bytes twice, in memory at a time. The directory appears when all is written and synced.
+    To be called in a process that doesn't train; ``pannier export`` does the same from a shell. Needs
+    ``pannier[export]``, and memory for three times the largest file, since torch's
+    ``HuggingFaceStorageWriter`` holds a file's tensors and two copies of its bytes. The directory
+    appears when all is written and synced.
 
     A tensor that the checkpoint has under two keys (tied weights) is written twice, unless one is
     excluded.
@@ -320,22 +326,22 @@ def export(
         checkpoint_id: directory of a DCP checkpoint, Pannier's or another: a path or a URL.
         directory: local; must not exist, or be empty.
         format: ``"safetensors"``.
-        prefix: takes the keys that begin with it, and removes it from their names: ``"model."``.
-        keys: names, or patterns with shell wildcards, of which tensors to take; compared without the prefix.
+        prefix: only keys that begin with it are exported, and named without it: ``"model."``.
+        keys: names of the tensors to export, or patterns with shell wildcards; compared without the prefix.
             Default: all.
-        exclude: the same, for what to leave out of those.
-        dtype: of all floating-point tensors, or its name: ``"bfloat16"``. Default: as they are stored.
+        exclude: names or patterns of tensors to leave out, compared in the same way.
+        dtype: to convert floating-point tensors to, or its name: ``"bfloat16"``. Default: as they are stored.
         max_file_bytes: most bytes of tensors in a file, by default 2 GB; a larger tensor has a file of its own.
         storage_options: of the fsspec file system. Default: from the environment.
-        progress: called with the bytes of tensors that were read, and of all.
+        progress: called with the bytes of tensors that were read so far, and with the total.
 
     Raises:
         PannierError: an earlier save failed and its error was not retrieved.
-        InvalidRequestError: an argument can't be accepted; a value that was chosen is no tensor that
-            safetensors can hold, named by its key; the directory isn't empty; this is a rank of a process group.
+        InvalidRequestError: an argument can't be accepted; a chosen value isn't a tensor that safetensors
+            can hold (names its key); the directory isn't empty; this is a rank of a process group.
         ConfigurationError: safetensors isn't installed.
         StorageError: there is no such checkpoint, or it can't be read; the directory can't be written.
-        IntegrityError: a part of a tensor is missing, or bytes are not what they should be.
+        IntegrityError: a part of a tensor is missing, or bytes are damaged.
     """
     return export_checkpoint(
         checkpoint_id,

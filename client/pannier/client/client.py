@@ -1,8 +1,8 @@
 """The client: what a trainer calls.
 
-In: state dicts. Out: handles of saves in progress. Checks arguments; the work is for
-:mod:`pannier.client.save_factory` and :mod:`pannier.client.loading`. Thread-safe; one per process
-is enough.
+In: state dicts. Out: handles of saves in progress. Checks arguments;
+:mod:`pannier.client.save_factory` and :mod:`pannier.client.loading` do the work. Thread-safe; one
+per process is enough.
 """
 
 import builtins
@@ -62,7 +62,7 @@ class Client:
 
     @classmethod
     def of(cls, factory: SaveFactory) -> "Client":
-        """A client of the saves of ``factory``."""
+        """A client that saves with ``factory``."""
         client = cls.__new__(cls)
         client._factory = factory
         client._guards = Guards()
@@ -108,11 +108,11 @@ class Client:
         Args:
             state_dict: what ``torch.distributed.checkpoint.async_save`` takes.
             checkpoint_id: directory: a path, or a URL such as ``gs://bucket/run/step-100``.
-            storage_writer: a :class:`pannier.client.StorageWriter`, for its path, process
-                group, ``no_dist``, timeout and metrics where they aren't given here. It may be given
-                by position.
+            storage_writer: a :class:`pannier.client.StorageWriter`, whose path, process group,
+                ``no_dist``, timeout, metrics, extra files and ``overwrite`` are used where they
+                aren't given here. It may be given by position.
             planner: ``DefaultSavePlanner`` or a subclass; for tensors of torch_xla also its
-                ``SPMDSavePlanner``, though none is needed.
+                ``SPMDSavePlanner``, which isn't required.
             process_group: the ranks that save together. Default: all.
             async_checkpointer_type, async_stager, use_collectives: as in torch;
                 what Pannier can't honour is refused.
@@ -120,41 +120,41 @@ class Client:
             on_busy: when ``max_in_flight`` saves hold their staging memory, or the
                 spool is full: ``"wait"``, ``"skip"`` this save (on all ranks;
                 the handle raises SaveSkippedError), or ``"raise"`` BusyError.
-            timeout: seconds until the save must be committed, up to 7 days; from this
-                call on. Default: ``save_timeout``.
-            staging: ``"blocking"``, or ``"overlapped"``: returns before the tensors of guarded
-                optimizers (:meth:`guard`) are copied from their device. Without a guard, before
-                those that require gradients are; then the loop must wait for the handle's
-                ``staging_completion`` itself before it steps. All else is staged when it
-                returns: buffers, tensors of the host, objects. Where nothing is on a device with
-                streams (CUDA, XPU) it is the same as ``"blocking"``: so for torch_xla, whose pending
-                work is run first; see ``SaveStatus.staging``.
+            timeout: seconds until the save must be committed, counted from this call; up to
+                7 days. Default: ``save_timeout``.
+            staging: ``"blocking"``, or ``"overlapped"``: the call returns before the tensors of
+                guarded optimizers (:meth:`guard`) are copied from their device. Without a guard, it
+                returns before tensors that require gradients are copied; then the loop itself must
+                wait for the handle's ``staging_completion`` before it steps. Everything else is
+                staged when the call returns: buffers, host tensors, objects. Without tensors on a
+                device with streams (CUDA, XPU) it is the same as ``"blocking"``. That includes
+                torch_xla, whose pending work is run first; see ``SaveStatus.staging``.
             metrics: numbers that rate the state, by name, for the coordinator's
-                retention (``--keep-best``) and for readers of the decision. One rank may
-                give them alone; where several do, the lowest rank's counts.
-            extra_files: small files beside the state, by name: each is at
-                ``<checkpoint_id>/<name>`` from the commit on, and never before. A rank may give
-                files of its own; a name that several give has the same content on all. Together
-                at most 32 MiB on a rank.
-            overwrite: what may be replaced where ``checkpoint_id`` holds a checkpoint: None, one
-                of this job (``PANNIER_JOB``); True, also another job's, and one that Pannier
-                didn't write; False, none. The same on all ranks.
+                retention (``--keep-best``) and for readers of the decision. A single rank may
+                give them; if several do, those of the lowest rank count.
+            extra_files: small files to save with the state, by name: each appears at
+                ``<checkpoint_id>/<name>`` with the commit, never before. Ranks may give different
+                files; a name that several ranks give must have the same content on all of them.
+                At most 32 MiB per rank in total.
+            overwrite: which checkpoint may be replaced at ``checkpoint_id``. None: one of this job
+                (``PANNIER_JOB``). True: also another job's, or one that Pannier didn't write.
+                False: none. Must be the same on all ranks.
             on_commit: called with the result once the checkpoint is committed: see
                 :meth:`SaveHandle.add_commit_callback`.
 
         Raises:
             CheckpointExistsError: there is a checkpoint that may not be replaced (a
-                SaveAbortedError, a FileExistsError); from the handle when the plan was known, or
-                when that checkpoint came during the save.
+                SaveAbortedError and a FileExistsError). The handle raises it instead if the plan
+                was cached, or if that checkpoint was committed during the save.
             InvalidRequestError: an argument or the state dict can't be accepted (a ValueError).
             SaveAbortedError: another rank can't take part; with failures by rank.
             UnavailableError: the sidecar can't be reached.
             PannierError: an earlier save failed and its error was not retrieved.
-            Exception: whatever the planner, a ``state_dict()``, pickling or a copy from a device
-                raised on this rank, itself, with a note of the save; the other ranks get a
-                SaveAbortedError with this rank and the cause.
+            Exception: the original exception of the planner, a ``state_dict()``, pickling or a copy
+                from a device on this rank, with a note that names the save; the other ranks get a
+                SaveAbortedError that names this rank and the cause.
 
-        Whatever is raised, this save is over on all ranks and the next is in step.
+        After any exception this save has ended on all ranks, and their next saves have equal numbers.
         """
         if isinstance(storage_writer, StorageWriter):
             process_group = storage_writer.process_group if process_group is None else process_group
@@ -227,15 +227,15 @@ class Client:
         process_group: Any = None,
         no_dist: bool = False,
     ) -> None:
-        """Plans and reserves ahead, so that the first save costs what every save costs.
+        """Plans a save and reserves its memory, so that the first save costs no more than later ones.
 
-        All ranks of the group call it, in order with their saves. Nothing is saved, and nothing
-        need be called: without it the first save does the same. An optimizer has its state only
+        All ranks of the group call it, at the same point among their saves. Nothing is saved. The
+        call is optional: without it the first save does this work. An optimizer has its state only
         after its first step; states with another structure are planned again.
 
         Args:
-            state_dict, planner, process_group, no_dist: as those of the saves to come.
-            checkpoint_root: the directory in which their checkpoints will lie.
+            state_dict, planner, process_group, no_dist: as for the saves to come.
+            checkpoint_root: the directory that will contain their checkpoints.
 
         Raises: what :meth:`async_save` raises.
         """
@@ -250,27 +250,28 @@ class Client:
 
     @at_call
     def guard(self, optimizer: torch.optim.Optimizer, *, wait: bool = True) -> Guard:
-        """Declares what only ``optimizer`` changes, and makes its steps wait for the copy.
+        """Declares that only ``optimizer`` changes its tensors, and makes its steps wait for their copies.
 
         For ``staging="overlapped"``: its parameters and its state may be copied from their
         device while the next forward and backward pass run. Before each step
-        (``register_step_pre_hook``) the training stream waits, on the device, until they are; the
-        host doesn't, but where memory can't be pinned (``SaveStatus.staging``).
+        (``register_step_pre_hook``) the training stream waits on the device until they are copied.
+        The host waits only where memory can't be pinned (see ``SaveStatus.staging``).
 
-        Whatever else changes them (``load_state_dict``, weights that are clamped or swapped) has
-        to wait for the handle's ``staging_completion``. A change that can be seen fails the save.
+        Other code that changes these tensors (``load_state_dict``, weights that are clamped or
+        swapped) must wait for the handle's ``staging_completion``. An earlier change that torch's
+        version counters show fails the save.
 
         Args:
-            optimizer: what the loop steps. Its tensors are looked up at each save.
-            wait: False: only to know its tensors; the loop waits for ``staging_completion``.
+            optimizer: the one that the loop steps. Its tensors are looked up at each save.
+            wait: False: steps don't wait; the loop itself waits for ``staging_completion``.
 
         Returns:
             A guard, with ``remove()``; also a context manager.
 
         Raises:
             InvalidRequestError: it isn't an optimizer, or steps inside ``backward()``, which
-                leaves no time for a copy. One that is first seen to do so in a step, or in a
-                CUDA graph, is refused by the next overlapped save.
+                leaves no time for a copy. If only a step shows that it runs inside ``backward()``
+                or in a CUDA graph, the next overlapped save refuses the optimizer.
         """
         return self._guards.add(optimizer, wait=wait)
 
@@ -296,7 +297,7 @@ class Client:
 
     # Reading.
 
-    # Reading raises unretrieved errors, too, in step with the other ranks.
+    # Reading raises unretrieved errors, too; a load raises them on all ranks.
 
     def load(
         self,
@@ -308,10 +309,10 @@ class Client:
         return load_checkpoint(
             state_dict,
             storage_reader,
-            before=self._factory.saves.errors.raise_all,
+            raise_unretrieved=self._factory.saves.errors.raise_all,
             sharing=LoadSharing(lambda: self.settings),
             reporting=LoadReporter(lambda: self.settings).reporting,
-            finish=self._ingested(arguments).finish_one,
+            finish_ingested=self._ingested(arguments).finish_one,
             **arguments,
         )
 
@@ -344,16 +345,15 @@ class Client:
     def close(self, timeout: float | None = None) -> None:
         """Waits until the saves in progress are ingested, then disconnects; handles still resolve.
 
-        When it returns the process may die, and what it saved is committed all the same.
+        When it returns, the process may die: its saves are committed nevertheless.
 
         With embedded daemons that can't outlive the trainer (in a container or a
-        batch job) it waits until they are committed, and where other hosts use this one's
-        coordinator, until theirs are.
+        batch job) it waits until the saves are committed and, if other hosts use this host's
+        coordinator, until theirs are committed, too.
 
-        A trainer that ends without it does the same, but the exit status of a process
-        can't be changed that late: an error that was not retrieved is passed to
-        ``sys.excepthook``, which prints it. Call ``close()``, or leave the client's
-        context, to fail by it.
+        A trainer that ends without this call waits in the same way, but can no longer change its
+        exit status: an error that was not retrieved is passed to ``sys.excepthook``, which prints
+        it. To fail with that error, call ``close()`` or leave the client's context.
 
         Args:
             timeout: seconds to wait at most. Default: until the saves' own deadlines.

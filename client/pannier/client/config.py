@@ -37,12 +37,12 @@ class Settings(BaseSettings):
     """Address of the host's sidecar, ``unix:///path`` or ``host:port``. None: the embedded one."""
     coordinator: str | None = None
     """Address of the job's coordinator: an embedded sidecar is started with it, a configured
-    one must be connected to it. None: the embedded one, or the sidecar's."""
+    one must be connected to it. None: the embedded one, or that of the configured sidecar."""
     job: str | None = None
     """Name of the job. None: a unique one."""
     listen: str | None = None
-    """Where the embedded coordinator of a job on several hosts listens, ``host:port``; the others
-    use it as its address. None: an address of rank 0's host and a free port."""
+    """Where the embedded coordinator of a job on several hosts listens, ``host:port``; the other
+    hosts connect to the same address. None: an address of rank 0's host and a free port."""
     spool: Path | None = None
     """Directory of the embedded sidecar's spool."""
     transport: str = "auto"
@@ -147,20 +147,23 @@ class Settings(BaseSettings):
 
 
 def check_timeout(timeout: float) -> float:
-    """``timeout`` in seconds, as a save may be given it.
+    """``timeout`` as a float, in seconds.
 
     Raises InvalidRequestError unless it is above 0 and at most 7 days.
     """
-    if not 0 < timeout <= _LONGEST_SAVE_S:  # nan is neither
+    try:
+        is_valid = 0 < timeout <= _LONGEST_SAVE_S  # nan is neither
+    except (TypeError, ValueError):  # no number, or an array of several
+        is_valid = False
+    if not is_valid:
         raise InvalidRequestError(
-            f"timeout={timeout}: give seconds above 0 and at most {_LONGEST_SAVE_S} (7 days), or "
-            "None"
+            f"timeout={timeout!r}: give seconds above 0 and at most {_LONGEST_SAVE_S} (7 days), or None"
         )
     return float(timeout)
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Numbers by name, as ``float`` takes them; a NaN has no meaning and is left out.
+    """The metrics as floats, by name; a NaN has no meaning and is left out.
 
     Raises InvalidRequestError naming the metric.
     """

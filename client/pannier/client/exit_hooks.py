@@ -1,7 +1,7 @@
-"""What happens when the interpreter ends: saves are waited for, and a long wait is logged.
+"""Hooks of the interpreter's exit: they wait for saves in progress, and log a long wait.
 
-In: whatever has saves in progress. Out: its two calls, before the interpreter waits for threads, and
-after. Thread-safe.
+In: objects with saves in progress. Out: calls of their two methods, one before the interpreter waits
+for threads, the other after. Thread-safe.
 """
 
 import atexit
@@ -25,16 +25,16 @@ class _Closing(Protocol):
 
 _known: "weakref.WeakSet[_Closing]" = weakref.WeakSet()
 _kept: set[_Closing] = set()
-"""Those that must be called though nothing else refers to them any more."""
+"""Objects that are called even if nothing else references them."""
 
 
 def add(closing: _Closing) -> None:
-    """Has it called as long as something else refers to it."""
+    """Registers an object, which is called as long as something else references it."""
     _known.add(closing)
 
 
 def keep(closing: _Closing) -> None:
-    """Has it called also when nothing else refers to it, until :func:`let_go`."""
+    """Keeps a registered object alive, so that it is called, until :func:`let_go`."""
     _kept.add(closing)
 
 
@@ -54,8 +54,11 @@ def _before_threads_end() -> None:
 @atexit.register
 def _after_threads_end() -> None:
     for each in list(_known):
-        each.close_at_exit()
+        try:
+            each.close_at_exit()
+        except Exception:  # noqa: BLE001 - the others must be closed, too
+            _log.exception("saves may not have been waited for at exit")
 
 
-# What atexit runs comes after the wait for threads.
+# Functions of atexit run only after the wait for threads.
 threading._register_atexit(_before_threads_end)  # type: ignore[attr-defined]

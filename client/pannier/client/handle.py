@@ -46,8 +46,8 @@ class SaveResult:
     total_bytes: int
     """What all ranks wrote."""
     seconds: Mapping[str, float]
-    """By phase, as this rank saw it: ``plan``, ``stage``, ``ingest``, ``commit``; after ``stage``
-    ``copy``, when it was overlapped and there was something from a device."""
+    """By phase, on this rank: ``plan``, ``stage``, ``ingest``, ``commit``; after ``stage`` also
+    ``copy``, if staging was overlapped and deferred copies from a device."""
 
     def metadata(self) -> Metadata:
         """Reads the checkpoint's ``.metadata``, as it is in storage now."""
@@ -147,7 +147,7 @@ class UnretrievedErrors:
             return any(not outcome.retrieved for outcome in self._failed)
 
     def raise_all(self) -> None:
-        """Raises errors that were not retrieved, once; several as one."""
+        """Raises the errors that were not retrieved, each once; several are joined in one error."""
         with self._lock:
             failed, self._failed = self._failed, []
         errors = [outcome.error for outcome in failed if outcome.error and not outcome.retrieved]
@@ -160,7 +160,8 @@ class UnretrievedErrors:
             raise raised[0]
         # By rank, the cause of the earliest save counts.
         failures = [f for error in reversed(raised) for f in error.failures.values()]
-        # One that may be committed must not be raised as one that is not, and one that is must not hide others.
+        # A save in doubt must not be raised as an aborted one, and the error of a commit callback, whose save
+        # is committed, must not hide either.
         order = (InDoubtError, SaveAbortedError)
         first = next((e for kind in order for e in raised if isinstance(e, kind)), raised[0])
         kind = InDoubtError if isinstance(first, InDoubtError) else type(first)
@@ -180,7 +181,7 @@ class CommitCallbacks:
         self._running: set[threading.Thread] = set()
 
     def start(self, callback: Callable[[SaveResult], object], result: SaveResult) -> None:
-        """Calls ``callback`` in a thread, which the interpreter's end waits for."""
+        """Calls ``callback`` in a thread, for which an ending interpreter waits."""
         thread = threading.Thread(
             target=lambda: self._run(thread, callback, result), name="pannier-commit", daemon=False
         )
@@ -192,7 +193,7 @@ class CommitCallbacks:
             self._run(thread, callback, result)
 
     def wait(self, timeout: float | None) -> bool:
-        """Waits until none runs but the one that calls this; False when ``timeout`` seconds pass first."""
+        """Waits until no callback runs, except one that calls this; False after ``timeout`` seconds."""
         own = {threading.current_thread()}
         with self._changed:
             return self._changed.wait_for(lambda: self._running <= own, timeout)
@@ -211,7 +212,7 @@ class CommitCallbacks:
                 f"the commit callback {name} of {result.checkpoint_id}, which is committed, failed: "
                 f"{description(error)}"
             )
-            # Not as its cause, whose frames would hold what the callback had.
+            # Logged, but not chained as its cause: the frames would keep the callback's objects alive.
             _log.error("%s", failed, exc_info=error)
             outcome = Outcome()
             outcome.fail(failed)
@@ -223,7 +224,7 @@ class CommitCallbacks:
 
 
 def _of_earlier_save(error: Exception) -> PannierError:
-    """What a later call raises: must not look like an exception of that call itself."""
+    """The error as a later call raises it: it must not look like an exception of that call itself."""
     if isinstance(error, PannierError):
         return copy.copy(error)
     return SaveAbortedError(f"a save failed on this rank: {description(error)}")
@@ -266,7 +267,7 @@ class OutcomeFuture(SafeFuture[T], Generic[T]):
 
 
 class MilestoneFuture(OutcomeFuture[None]):
-    """Done before the save has ended: only its error is the save's outcome."""
+    """A future that may be done before the save has ended: only its error is the save's outcome."""
 
     def _mark_retrieved(self) -> None:
         if self.done() and super(OutcomeFuture, self).exception() is not None:
@@ -280,7 +281,7 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
     won't be. The save can't be cancelled: other ranks take part in it.
     """
 
-    # The dataclass compares by value and takes the hash away.
+    # AsyncSaveResponse is a dataclass: it compares by value and isn't hashable.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -300,18 +301,18 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
 
     @property
     def staging_completion(self) -> Future[None]:  # type: ignore[override]
-        """Done when the state dict may change: already, when ``async_save`` has returned.
+        """Done when the state dict may change: when ``async_save`` returns, or later if overlapped.
 
-        With ``staging="overlapped"`` later; an error when the state could not be copied.
+        Raises the save's error if the state could not be copied.
         """
         return self._staging
 
     @property
     def ingest_completion(self) -> Future[None]:
-        """Done when this rank is ingested: its trainer may be killed, and the save needs it no more.
+        """Done when this rank is ingested: the save no longer needs its trainer, which may be killed.
 
-        All its bytes are in the sidecar's spool by then, recorded, and all ranks go by one plan. The save is
-        committed once that is so on every rank. It raises what :meth:`result` raises when the save fails
+        By then all its bytes are in the sidecar's spool and journalled, and its plan is confirmed. The save
+        is committed once every rank is ingested. Raises what :meth:`result` raises if the save fails
         before. Embedded daemons in a container or a batch job end with the trainer: there, wait for
         :meth:`result`.
         """
@@ -323,14 +324,15 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
         return self._upload
 
     def add_commit_callback(self, callback: Callable[[SaveResult], object]) -> None:
-        """Calls ``callback`` once with :meth:`result` when the checkpoint is committed; never when it isn't.
+        """Calls ``callback`` once with the result when the checkpoint is committed; never if it isn't.
 
-        In a thread made for that; at once if it is committed already. ``wait_all()`` waits for it, and so does the
-        end of the process for one that has begun. The save doesn't fail by what it raises: that is logged, and raised by
-        the next call on the client, as a CommitCallbackError. A process that ends before the commit doesn't call it: files that must
-        be there with the checkpoint are for ``async_save(extra_files=...)``.
+        The callback runs in a thread of its own, at once if the checkpoint is committed already.
+        ``wait_all()`` waits for it, and an ending process waits for one that is running. An exception
+        from it doesn't fail the save: it is logged, and the next call on the client raises it as a
+        CommitCallbackError. If the process ends before the commit, the callback isn't called: for files
+        that must exist with the checkpoint use ``async_save(extra_files=...)``.
         """
-        # Of the handle it refers to nothing, which would keep it alive.
+        # ``start`` must not reference the handle, which would then keep itself alive.
         callbacks = self._callbacks
 
         def start(done: "Future[SaveResult]") -> None:
@@ -368,7 +370,7 @@ class Resolver:
         self._ingested = False
 
     def use_callbacks(self, callbacks: CommitCallbacks) -> None:
-        """Those that the client waits for; before the caller has the handle."""
+        """Sets the callbacks that the client waits for; to be called before the caller has the handle."""
         self.handle._callbacks = callbacks
 
     def update(self, change: Callable[[SaveStatus], SaveStatus]) -> None:
@@ -385,7 +387,7 @@ class Resolver:
         self.handle._staging.set_result(None)
 
     def ingested(self) -> None:
-        """The save needs this rank's trainer no more. Idempotent; no effect when the save has ended."""
+        """The save no longer needs this rank's trainer. Idempotent; no effect when the save has ended."""
         with self.handle._guard:
             if self.handle._ended or self._ingested:
                 return

@@ -86,14 +86,14 @@ class World:
         self._numbers: dict[tuple[int, ...], int] = {}
         self._identity: Identity | None = None
         self._seen: dict[str, int | None] = {}
-        self._meeting: Callable[[], Rendezvous | None] = lambda: None
-        """Settles with the other ranks where the coordinator of several hosts is."""
-        self._spot: HostInfo | None = None
-        self.known_pair: DaemonSpec | None = None
-        """What :meth:`pair` has returned."""
+        self._agree_on_coordinator: Callable[[], Rendezvous | None] = lambda: None
+        """Agrees with the other ranks on the coordinator of all hosts."""
+        self._host_info: HostInfo | None = None
+        self.known_daemons: DaemonSpec | None = None
+        """The daemons that :meth:`daemons` has returned; None: not called yet."""
 
     def is_current(self) -> bool:
-        """Whether torch.distributed is still the one this was made from."""
+        """Whether torch.distributed still has the default process group that this was made from."""
         if self._default_group is None:
             return True
         return dist.is_initialized() and self._default_group() is dist.group.WORLD
@@ -132,7 +132,7 @@ class World:
             return number
 
     def resume(self, group: Group, number: int) -> None:
-        """Makes ``number`` the group's next, when this rank missed saves; never a lower one."""
+        """Makes ``number`` the group's next when this rank missed saves; never lowers the next number."""
         with self._lock:
             self._numbers[group.ranks] = max(self._numbers.get(group.ranks, 0), number - 1)
 
@@ -154,7 +154,10 @@ class World:
         return self.alone and (not is_alone(no_dist=False) or launched_as() is not None)
 
     def seen_incarnation(self, checkpoint_id: str) -> int | None:
-        """The highest number below the root when this process first read there; None: it didn't."""
+        """The highest incarnation number below the checkpoint's root when this process first read there.
+
+        None: it hasn't read there.
+        """
         if self.apart:
             return None
         try:
@@ -163,25 +166,25 @@ class World:
             return None  # the save is refused for this id
         with self._lock:
             if root not in self._seen:
-                self._seen[root] = highest_incarnation.take(root)
+                self._seen[root] = highest_incarnation.pop(root)
             return self._seen[root]
 
-    def pair(self, settings: Settings) -> DaemonSpec:
+    def daemons(self, settings: Settings) -> DaemonSpec:
         """This host's embedded daemons, which share a coordinator with those of other hosts.
 
         Raises what :func:`pannier.client.embedded.rendezvous.agree` and :func:`~.join` raise. For one thread at
         a time.
         """
         self.identity(settings)
-        if self.known_pair is None:
-            meeting = self._meeting()
-            if meeting is None or self._spot is None:
-                self.known_pair = host_daemons(settings)
+        if self.known_daemons is None:
+            rendezvous = self._agree_on_coordinator()
+            if rendezvous is None or self._host_info is None:
+                self.known_daemons = host_daemons(settings)
                 if settings.coordinator is None:
                     upload_left_spools(settings, job_key(settings))
             else:
-                self.known_pair = join(settings, meeting, self._spot)
-        return self.known_pair
+                self.known_daemons = join(settings, rendezvous, self._host_info)
+        return self.known_daemons
 
     def _create_identity(self, settings: Settings) -> Identity:
         host = socket.gethostname()
@@ -195,13 +198,13 @@ class World:
         shared: dict[str, Any] = own
         if not self.alone:
             if settings.embedded and settings.coordinator is None:
-                self._spot = host_info(self.rank, host, self.size, settings)
-                own["spot"] = asdict(self._spot)
+                self._host_info = host_info(self.rank, host, self.size, settings)
+                own["host_info"] = asdict(self._host_info)
             store = RankStore(self.rank, timeout_s=settings.plan_timeout)
             who = f"rank {self.rank} (host {host})"
             incarnation, winner = store.begin_incarnation(json.dumps(own), size=self.size, who=who)
             shared = json.loads(winner)
-            self._expect_meeting(store, incarnation, shared, settings)
+            self._prepare_rendezvous(store, incarnation, shared, settings)
         if settings.job is not None and shared["job"] != settings.job:
             raise ConfigurationError(
                 f"PANNIER_JOB={settings.job} on rank {self.rank}, but {shared['job']} on rank "
@@ -217,11 +220,11 @@ class World:
             launch=str(shared["launch"]),
         )
 
-    def _expect_meeting(
+    def _prepare_rendezvous(
         self, store: RankStore, incarnation: int, shared: dict[str, Any], settings: Settings
     ) -> None:
-        own = self._spot
-        if settings.embedded and (own is None) is ("spot" in shared):
+        own = self._host_info
+        if settings.embedded and (own is None) is ("host_info" in shared):
             named = f"PANNIER_COORDINATOR={settings.coordinator}"
             raise ConfigurationError(
                 f"rank {self.rank} has {'no PANNIER_COORDINATOR' if own else named}, unlike rank "
@@ -229,8 +232,8 @@ class World:
             )
         if own is None:
             return
-        first = HostInfo(**shared["spot"])
-        # Once: it is not asked again when a host can't be joined.
-        self._meeting = functools.cache(
+        first = HostInfo(**shared["host_info"])
+        # Cached: the ranks agree only once, even if joining the coordinator fails.
+        self._agree_on_coordinator = functools.cache(
             lambda: agree(store, incarnation, own, first, size=self.size, settings=settings)
         )

@@ -1,12 +1,12 @@
-"""Locks and waits that an exception of a signal handler can't leave locked for ever.
+"""Locks and waits that stay usable when a signal handler raises an exception.
 
 Python runs signal handlers on the main thread, between any two bytecodes. What a handler raises
 (KeyboardInterrupt, or ``sys.exit`` in a handler of SIGTERM) may therefore leave ``threading.Condition``,
 ``Event``, ``Future``, ``Thread.start`` or gRPC with a lock that is never released, and every other
 thread that needs it waits for ever. So on the main thread the client takes only locks whose
-``with`` runs no bytecode in between: plain ones, and :class:`Condition` and :class:`Event` of this
-module. All else runs in another thread (:func:`aside`), for which the main thread waits without a
-lock; an exception ends only that wait.
+``with`` statement acquires and releases them in C: plain ones, and :class:`Condition` and
+:class:`Event` of this module. All else runs in another thread (:func:`aside`), for which the main
+thread waits without a lock; an exception ends only that wait.
 """
 
 import _thread
@@ -31,7 +31,7 @@ _RLock: Final[Any] = type(threading.RLock())
 
 
 class Condition(_RLock):
-    """As ``threading.Condition()``; the lock's own ``with`` is the condition's, which is in C."""
+    """Like ``threading.Condition()``, but a subclass of its lock, whose ``with`` is implemented in C."""
 
     def __init__(self) -> None:
         self._waiters: deque[_thread.LockType] = deque()
@@ -40,10 +40,10 @@ class Condition(_RLock):
         """Waits until notified; False after ``timeout`` seconds. The lock is held before and after."""
         waiter = _thread.allocate_lock()
         waiter.acquire()
-        self._waiters.append(waiter)
         held: Any = (1, threading.get_ident())
         notified = False
         try:
+            self._waiters.append(waiter)
             held = self._release_save()
             seconds = -1.0 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
             notified = waiter.acquire(True, seconds)
@@ -118,10 +118,11 @@ class UnansweredError(Exception):
 
 
 class Call(Generic[_T]):
-    """A function that runs in another thread; the caller waits for it as long as it likes.
+    """A function that runs in another thread, for which the caller may wait with a time-out.
 
-    An exception in the caller's thread ends only its wait: what the function acquires must have an owner
-    that was made before. Raises RuntimeError where the interpreter is ending and starts no threads.
+    An exception in the caller's thread ends only the wait, not the function: what the function acquires
+    must belong to an object that existed before. Raises RuntimeError when the interpreter is ending and
+    starts no threads.
     """
 
     def __init__(self, function: Callable[[], _T]) -> None:
@@ -135,7 +136,7 @@ class Call(Generic[_T]):
         inbox.put((function, contextvars.copy_context(), self._answer))
 
     def result(self, timeout: float | None = None) -> _T:
-        """What it returns or raises, once. Raises UnansweredError after ``timeout`` seconds."""
+        """Returns or raises, once, what the function did; UnansweredError after ``timeout`` seconds."""
         try:
             result, error = self._answer.get(timeout=timeout)
         except queue.Empty:
@@ -151,37 +152,22 @@ class Call(Generic[_T]):
 
 
 def aside(function: Callable[[], _T]) -> _T:
-    """``function()``, in another thread when this is the main thread.
+    """Calls ``function``, in another thread when this is the main thread; returns its result.
 
-    It continues when a signal handler's exception ends the wait: what it acquires must have an
-    owner that was made before. The wait lasts until the function's own deadlines.
+    The function continues when a signal handler's exception ends the wait: what it acquires must
+    belong to an object that existed before. The wait has no time-out besides the function's own.
     """
     if threading.get_ident() != threading.main_thread().ident:
         return function()
-    answer: _Answer = queue.SimpleQueue()
     try:
-        inbox = _idle.get_nowait()
-    except queue.Empty:
-        inbox = queue.SimpleQueue()
-        try:
-            # Not Thread.start, which waits on an event for the thread to run.
-            _thread.start_new_thread(_start_worker, (inbox,))
-        except RuntimeError:  # the interpreter is ending and starts no threads
-            return function()
-    inbox.put((function, contextvars.copy_context(), answer))
-    result, error = answer.get()
-    if error is not None:
-        try:
-            raise error
-        finally:
-            # Its traceback holds this frame.
-            del error
-    found: _T = result
-    return found
+        call = Call(function)
+    except RuntimeError:  # the interpreter is ending and starts no threads
+        return function()
+    return call.result()
 
 
 def _start_worker(inbox: _Inbox) -> None:
-    # Of a thread that _thread started, threading would keep a dummy for good.
+    # threading would keep a dummy object for ever for a thread that _thread started.
     try:
         threading.Thread(target=_work, args=(inbox,), name="pannier-aside", daemon=True).start()
     except RuntimeError:  # no second thread can be started, and a caller waits for this inbox
@@ -205,20 +191,21 @@ def _work(inbox: _Inbox) -> None:
 
 _gone: queue.SimpleQueue["weakref.ref[Any]"] = queue.SimpleQueue()
 _clean_ups: Final[dict["weakref.ref[Any]", Callable[[], object]]] = {}
-"""What to do when an object is gone."""
+"""Functions to run when an object was freed, by the reference to it."""
 _watched = False
-"""Whether a thread waits for objects that are gone."""
+"""Whether the thread that runs these functions was started."""
 
 
 def clean_up_after(owner: object, function: Callable[[], object]) -> None:
-    """Runs ``function`` in another thread once ``owner`` is gone, whatever ended the call that held it.
+    """Runs ``function`` in another thread once ``owner`` is freed, however the call that held it ended.
 
-    A signal handler may raise again in the ``except`` block that cleans up, and so end it. Python
-    calls a method of a queue when ``owner`` goes, which is in C: no handler runs within.
+    A signal handler may raise a second time, in the ``except`` block that cleans up, and so cut the
+    clean-up short. The callback of the weak reference is a queue's method in C, which no handler
+    can interrupt.
 
     Args:
-        owner: held by the call alone, and not by ``function``.
-        function: what it does may have been done.
+        owner: referenced by the call alone, and not by ``function``.
+        function: idempotent, since the call may have cleaned up itself.
     """
     if not _watched:
         aside(_watch)
@@ -228,8 +215,8 @@ def clean_up_after(owner: object, function: Callable[[], object]) -> None:
 
 def _watch() -> None:
     global _watched
-    _watched = True
     threading.Thread(target=_clean_up, name="pannier-clean-up", daemon=True).start()
+    _watched = True
 
 
 def _clean_up() -> None:
@@ -238,9 +225,11 @@ def _clean_up() -> None:
         try:
             if function is not None:
                 function()
-        except Exception:  # noqa: BLE001 - of one call; the thread is for all
-            _log.exception("what an interrupted call left behind can't be cleaned up")
-        # Nothing of the call outlives it here.
+        except Exception:  # noqa: BLE001 - the error of one call; the thread serves all
+            _log.exception(
+                "clean-up after an interrupted call failed; its staging memory may stay allocated"
+            )
+        # This thread must not keep objects of the call alive.
         del function
 
 
@@ -254,7 +243,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def shielded(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A function that runs :func:`aside`."""
+    """Wraps ``function``, which then runs by :func:`aside`."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -37,7 +37,7 @@ def prepared_path(checkpoint_root: str | os.PathLike[str]) -> str:
 
 
 def reported_path(checkpoint_id: Any) -> str:
-    """What the other ranks are sent of a checkpoint id that may not be valid."""
+    """A checkpoint id, valid or not, as it is reported to the other ranks."""
     try:
         return checkpoint_path(checkpoint_id)
     except (InvalidRequestError, TypeError):

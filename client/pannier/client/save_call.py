@@ -72,7 +72,7 @@ class SaveCall:
         """What every message of this save carries.
 
         Args:
-            sidecar: whose name of the host counts; None: it isn't known yet.
+            sidecar: knows the host's name; None: it isn't connected yet, and this process's hostname is used.
         """
         who = self.member.identity if sidecar is None else sidecar.identity
         world = self.member.world
@@ -101,13 +101,16 @@ class SaveCall:
     def plan_ahead(
         self, state_dict: Mapping[str, Any], planner: SavePlanner | None
     ) -> SaveSpec | None:
-        """Plans while the sidecar is looked for (or started); None: it is known, and perhaps the plan."""
+        """Runs the planner while another thread finds or starts the sidecar.
+
+        Returns None without planning if the sidecar is known: then the plan may be cached.
+        """
         if not self.member.open_ahead():
             return None
         return stage_plan.plan_ahead(self.context(), state_dict, planner)
 
     def mark_planned(self) -> None:
-        """The coordinator may know of the save, and reports its end to the other ranks."""
+        """From now on the coordinator may know the save, and then reports its end to the other ranks."""
         self._is_planned = True
 
     # The task may be made and detached by another thread, while an interrupt ends the call.
@@ -145,7 +148,7 @@ class SaveCall:
     # Errors.
 
     def resumes_after(self, error: BaseException) -> bool:
-        """Whether this rank missed saves of the others; then their next number is the group's next."""
+        """Whether this rank missed saves of the others; if so, it takes over the number of their next."""
         if not isinstance(error, SaveAbortedError) or error.resume_at <= self.number:
             return False
         _log.warning("%s", error)
@@ -155,7 +158,7 @@ class SaveCall:
     def fail(self, error: BaseException) -> None:
         """Ends the save on the other ranks, unless it has ended there; names it in ``error``."""
         if self._task is not None:
-            # The caller gets this error: that of a save which no longer depended on the call isn't raised as well.
+            # The caller gets ``error``; a later call must not raise the task's own error as well.
             self._task.status.resolver.outcome.mark_retrieved()
         self._report(error)
         # Afterwards: the report names the save anyway.

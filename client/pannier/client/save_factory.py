@@ -52,7 +52,7 @@ def _plan() -> str:
 
 
 class _Frame:
-    """One call of async_save: gone when its frame is."""
+    """Belongs to the stack frame of one call of :meth:`SaveFactory.save`, and is freed with it."""
 
 
 class SaveFactory:
@@ -69,7 +69,7 @@ class SaveFactory:
         self._plans = PlanCache()
         self._refuses_saves = False
         self.is_closed = False
-        """Whether a :meth:`close` has waited for all that it waits for."""
+        """Whether a :meth:`close` has waited for everything, without a time-out."""
         self._exit: wait_log.Wait | None = None
         self._pid = os.getpid()
         keep_in_children(self)
@@ -93,10 +93,10 @@ class SaveFactory:
         checkpoint_id: str,
         body: Callable[[SaveCall], _T],
     ) -> _T:
-        """Runs ``body`` under the next number of a group.
+        """Runs ``body`` as the group's next save.
 
-        A rank that missed saves of the others runs it again, as their next save. What ``body``
-        raises ends the save on all ranks.
+        On a rank that missed saves of the others, ``body`` runs again, as their next save. An
+        exception from ``body`` ends the save on all ranks.
         """
         member = self.membership(no_dist)
         member.check_process()
@@ -118,7 +118,7 @@ class SaveFactory:
         no_dist: bool = False,
         overwrite: bool | None = None,
     ) -> tuple[SidecarClient, sidecar_pb2.SaveContext]:
-        """Takes the next number of a group, for a save whose calls the caller makes.
+        """Takes the next number of a group, for a save whose RPCs the caller makes.
 
         Raises:
             InvalidRequestError: this rank is not in the group, or the id is not valid.
@@ -182,18 +182,20 @@ class SaveFactory:
             task.status.times.waited_s = waited_s
             self.saves.add(task)
             call.begin(task)
+            # Again: a close() that has begun since the call did doesn't wait for it.
+            self.check_open()
             return task
 
         def drop() -> None:
             if not call.drop():
                 return  # The task's thread ends the save, and releases the slot.
             if rest is not None:
-                # The arena must not be used again before.
+                # The arena must not be reused before these copies have ended.
                 rest.finish(stop=lambda: True)
             call.forget()
             slot.free()
 
-        # Also where a second exception of a handler ends the clean-up below.
+        # Runs ``drop`` even if a signal handler raises again during the clean-up below.
         frame = _Frame()
         clean_up_after(frame, drop)
         try:
@@ -263,21 +265,21 @@ class SaveFactory:
             )
 
     def membership(self, no_dist: bool) -> Membership:
-        """This process's, or that of all ranks' world."""
+        """The membership of this process alone, or that of all ranks' world."""
         check_single_process(no_dist)
         alone = is_alone(no_dist)
         with self._lock:
             member = self._memberships.get(alone)
             if member is None or not member.world.is_current():
                 if member is not None:
-                    # torch.distributed was set up again; saves in progress still end.
+                    # torch.distributed was set up again; saves in progress keep the old membership.
                     self._plans.clear()
                     self._old_memberships.append(member)
                 member = self._memberships[alone] = Membership(World(alone=alone), self.settings)
             return member
 
     def close(self, timeout: float | None) -> None:
-        """Waits until the saves in progress are ingested, then disconnects; again if that timed out.
+        """Waits until the saves in progress are ingested, then disconnects; may be repeated after a time-out.
 
         Raises:
             PannierError: a save failed and its error was not retrieved.
@@ -290,16 +292,20 @@ class SaveFactory:
         deadline = None if timeout is None else Deadline(timeout)
         with wait_log.logged("close", lambda: str(self.saves) or "saves of other hosts"):
             if not self.slots.close(timeout):
-                raise DeadlineError(f"after {timeout:g} s not ingested: {self.saves}")
+                raise DeadlineError(
+                    f"timed out after {timeout:g} s; not yet ingested: {self.saves}"
+                )
             if self._must_wait():
                 self.saves.wait(None if deadline is None else deadline.remaining(), timeout)
                 self._wait_for_others(None if deadline is None else deadline.remaining(), timeout)
         self.is_closed = True
-        if self.saves:
-            # What fails from now on is shown at the exit.
-            exit_hooks.keep(self)
+        # Errors of saves that fail from now on are printed at the exit.
+        exit_hooks.keep(self)
         self._disconnect(announce=True)
-        self.saves.errors.raise_all()
+        try:
+            self.saves.errors.raise_all()
+        finally:
+            self._let_go_if_done()
 
     def log_exit(self) -> None:
         """The interpreter is about to wait for threads that send: logs it when that takes long."""
@@ -308,7 +314,7 @@ class SaveFactory:
 
     def close_at_exit(self) -> None:
         """The interpreter is ending: waits as :meth:`close` does, and writes errors to stderr."""
-        # Threads that send have been waited for: they are no daemons.
+        # The interpreter has waited for the threads that send, which are not daemon threads.
         if not self.is_own_process:
             return
         try:
@@ -328,7 +334,7 @@ class SaveFactory:
         try:
             self.saves.errors.raise_all()
         except PannierError as error:
-            # Not to the log, which may be where the hook writes it, too.
+            # Not logged as well: the hook may write to the log itself.
             sys.excepthook(type(error), error.with_traceback(None), None)
 
     def _sidecar(self) -> str:
@@ -339,8 +345,11 @@ class SaveFactory:
     def _disconnect_if_done(self) -> None:
         if self._refuses_saves and not self.saves:
             self._disconnect(announce=True)
-            if not self.saves.errors:
-                exit_hooks.let_go(self)
+            self._let_go_if_done()
+
+    def _let_go_if_done(self) -> None:
+        if not (self.saves or self.saves.errors):
+            exit_hooks.let_go(self)
 
     def _must_wait(self) -> bool:
         return self.settings.embedded and not launcher.outlives_trainer()
@@ -349,7 +358,9 @@ class SaveFactory:
     def _wait_for_others(self, timeout: float | None, given: float | None = None) -> None:
         for member in self._members():
             if left := member.await_others(timeout):
-                raise DeadlineError(f"after {given:g} s not ended on other hosts: {left}")
+                raise DeadlineError(
+                    f"timed out after {given:g} s; still in progress on other hosts: {left}"
+                )
 
     def _wait_at_exit(self) -> None:
         if self._exit is not None:
@@ -425,7 +436,7 @@ def raise_unretrieved() -> None:
 
 
 def configure(**settings: Any) -> None:
-    """Sets what the environment doesn't set, for the default client; before its first use.
+    """Overrides settings of the environment for the default client; to be called before its first use.
 
     Args:
         settings: fields of :class:`pannier.client.config.Settings`.

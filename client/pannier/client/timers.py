@@ -59,9 +59,9 @@ class Timers:
         with self._condition:
             self._pending.add(timer)
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 # Not here, where a signal handler's exception could interrupt the start.
-                aside(self._thread.start)
+                aside(lambda: self._begin(thread))
             self._condition.notify()
         return timer
 
@@ -70,7 +70,12 @@ class Timers:
         with self._condition:
             self._closed = True
             self._pending.clear()
-            self._condition.notify()
+            self._condition.notify_all()
+
+    def _begin(self, thread: threading.Thread) -> None:
+        thread.start()
+        # Only now: it may have failed, and the next timer tries again.
+        self._thread = thread
 
     def _remove(self, timer: Timer) -> None:
         with self._condition:

@@ -96,7 +96,7 @@ def own_connection(store: Store) -> Store:
 
 
 def on_current_device() -> Callable[[], AbstractContextManager[object]]:
-    """For another thread: makes this thread's current device its own, which collectives of NCCL go by."""
+    """A factory of contexts for another thread: they set this thread's device there, as NCCL needs it."""
     for module in (torch.cuda, torch.xpu):
         if module.is_initialized():
             index = module.current_device()
@@ -136,17 +136,17 @@ def in_mesh(value: DTensor) -> bool:
 
 
 def shard_problem(value: torch.Tensor) -> str:
-    """Why DCP can't store or load this rank's part of a tensor in its place; empty: it can."""
+    """Why DCP can't store or load this rank's part of a tensor at its offset; empty: it can."""
     if isinstance(value, DTensor):
         return _dtensor_problem(value)
-    # Few tensors have the attribute: the others are checked only for those.
+    # Few tensors have this attribute: only they are checked further.
     if hasattr(value, "global_shape") and _is_checkpointable_tensor is not None:
         return _description_problem(value)
     return ""
 
 
 def _description_problem(value: torch.Tensor) -> str:
-    """Why a tensor's description as a ``CheckpointableTensor`` can't be right; empty: it can, or it has none."""
+    """Why a tensor's ``CheckpointableTensor`` attributes are invalid; empty: they are valid, or missing."""
     try:
         if _is_checkpointable_tensor(value):
             _validate_checkpointable_tensor_metadata(value)
@@ -156,11 +156,12 @@ def _description_problem(value: torch.Tensor) -> str:
 
 
 def _dtensor_problem(value: DTensor) -> str:
-    """Why DCP would take a DTensor's part for another; empty: it wouldn't.
+    """Why DCP would save or load a wrong region for this rank's part of a DTensor; empty: it wouldn't.
 
-    DCP describes a part by its first element and a shape. With FSDP over tensor parallelism, whose first placement
-    is a ``_StridedShard``, a part is one block of the whole. In other layouts of that placement it has rows from
-    several places; and since torch 2.10 the shape is another rank's where the mesh doesn't divide the whole.
+    DCP describes a part by its offset and shape. With FSDP over tensor parallelism, whose first placement
+    is a ``_StridedShard``, a part is one block of the global tensor. In other layouts with that placement a
+    part has rows from several places; and since torch 2.10 DCP takes another rank's shape if the mesh doesn't
+    divide the global tensor evenly.
     """
     placements = getattr(value, "placements", ())
     dims = {each.dim for each in placements if isinstance(each, StridedShard)}
@@ -183,7 +184,7 @@ def _dtensor_problem(value: DTensor) -> str:
 
 
 def _is_block(value: DTensor, dim: int) -> bool:
-    """Whether this rank's rows of a dimension lie side by side in the whole."""
+    """Whether this rank's rows of a dimension are contiguous in the global tensor."""
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -262,16 +263,16 @@ def caches_plans(planner: SavePlanner) -> bool:
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elements of tensors of one dtype and device, row-major, in one tensor.
 
-    A view of a single one that is contiguous. One call for any number of them.
+    For a single contiguous tensor, a view of it. Makes one call for any number of tensors.
     """
     flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return flat
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Counts changes in place, of a tensor and its views; 0 where torch doesn't count.
+    """The number of in-place changes of a tensor and its views; 0 where torch doesn't count them.
 
-    Fused optimizers don't count their changes.
+    Changes by fused optimizers aren't counted.
     """
     return 0 if tensor.is_inference() else tensor._version
 
@@ -282,7 +283,7 @@ def steps_in_backward(parameter: torch.Tensor) -> bool:
 
 
 def backward_is_running() -> bool:
-    """Whether the calling thread runs for a ``backward()``."""
+    """Whether the calling thread runs inside a ``backward()``."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 

@@ -47,7 +47,7 @@ def description(error: BaseException) -> str:
 
 
 def without_frames(error: Exception) -> Exception:
-    """A copy without traceback and causes, whose frames hold arenas; itself where it can't be copied."""
+    """A copy without traceback and causes, whose frames keep arenas alive; itself if it can't be copied."""
     kept = error
     # Exceptions with a signature of their own can't be made of their args.
     with suppress(Exception):

@@ -113,8 +113,8 @@ def test_the_newest_of_many_takes_a_listing_each_and_few_requests_more(
     for method in ("list", "stat", "read"):
         count(method)
     assert latest(tmp_path) == str(tmp_path / "step-20")
-    # The numbers of incarnations, the root, each directory; .metadata and decision of one.
-    assert len(asked) == 1 + 1 + 20 + 2
+    # The numbers of incarnations, the root, each directory; .metadata, decision and removal mark of one.
+    assert len(asked) == 1 + 1 + 20 + 3
 
 
 def test_oldest_first_whatever_the_names(tmp_path: Path) -> None:
@@ -161,6 +161,16 @@ def nested(root: Path, step: int, attempt: str, planned_at: float) -> str:
     write_attempt(directory, attempt, ranks=1, files=1, size=10)
     os.utime(directory / object_names.manifest(attempt), (planned_at, planned_at))
     return str(directory)
+
+
+def test_one_whose_removal_has_begun_is_no_checkpoint(tmp_path: Path) -> None:
+    """``pannier rm`` was killed after its mark: no load takes it any more."""
+    older = saved(tmp_path, "step-1", "i1-inc-g0000000a-s1", 1)
+    newest = "i1-inc-g0000000a-s2"
+    saved(tmp_path, "step-2", newest, 2)
+    write(tmp_path / "step-2" / object_names.removal_mark(newest), b"{}")
+    assert names(tmp_path) == ["step-1"]
+    assert latest(tmp_path) == older
 
 
 def test_checkpoints_deeper_than_one_level_are_found_by_a_pattern(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """Settings: every wrong one is an error that names the variable and its value."""
 
+import re
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pannier.client.config import load_settings
-from pannier.wire.errors import ConfigurationError
+from pannier.client.config import check_timeout, load_settings
+from pannier.wire.errors import ConfigurationError, InvalidRequestError
 
 
 def test_defaults_need_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,3 +70,11 @@ def test_a_wrong_override_is_named() -> None:
         load_settings(max_in_flight="many")
     with pytest.raises(ConfigurationError, match="no setting 'sidecart'"):
         load_settings(sidecart="x")
+
+
+@pytest.mark.parametrize(
+    "timeout", ["60", b"60", [60], timedelta(seconds=60), float("nan"), 0, 8 * 86400]
+)
+def test_a_timeout_that_is_no_number_of_seconds_is_named(timeout: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(f"timeout={timeout!r}: give seconds")):
+        check_timeout(timeout)

@@ -87,8 +87,11 @@ def test_exit_does_not_ask_a_coordinator_that_serves_this_host_alone(
     assert status.asked == []
 
 
-def test_exit_does_not_wait_for_a_coordinator_that_is_gone(sockets: Path) -> None:
+def test_exit_does_not_wait_for_a_coordinator_that_is_gone(
+    sockets: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert await_others(DaemonSpec(sockets, None, flags=SERVING), "llama", "aa", None) == ""
+    assert "this host's coordinator may end before they are committed" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -118,3 +121,4 @@ def test_daemons_that_do_not_answer_may_be_busy(
 ) -> None:
     assert not is_idle(DaemonSpec(sockets, None))
     assert "can't see whether the daemons are idle" in caplog.text
+    assert "they are not replaced" in caplog.text

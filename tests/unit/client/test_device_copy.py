@@ -8,6 +8,7 @@ import gc
 import io
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pannier.client import torch_compat
 from pannier.client.staging import device_copy
 from pannier.client.staging.arena import Arena
 from pannier.client.staging.arena_pool import ArenaPool
@@ -403,6 +405,38 @@ def test_the_ring_stays_as_small_as_it_is(stream: FakeStream, pool: ArenaPool) -
     for one, arena in staged:
         assert_same(one, state)
         pool.release(arena)
+
+
+def test_copies_that_another_thread_queues_are_queued_on_the_callers_current_device(
+    stream: FakeStream, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = threading.local()
+
+    @contextmanager
+    def current() -> Iterator[None]:
+        device.is_current = True
+        yield
+
+    queued_on = []
+
+    def copy(*arguments: Any) -> None:
+        queued_on.append(getattr(device, "is_current", False))
+        FakeStream.copy(stream, *arguments)
+
+    monkeypatch.setattr(torch_compat, "on_current_device", lambda: current)
+    monkeypatch.setattr(stream, "copy", copy)
+    found = fake_backend(stream, refusal="it is on a disk", buffers=2)
+    state = {f"w{i}": torch.randn(300_000) for i in range(10)}
+    staged, arena = staged_by(DeviceCopies(everything, found), state, pool)
+    assert staged.deferred is not None
+    queued_on.clear()
+    finishing = threading.Thread(target=staged.deferred.finish)
+    finishing.start()
+    finishing.join()
+    assert queued_on
+    assert all(queued_on)
+    assert_same(staged, state)
+    pool.release(arena)
 
 
 @pytest.mark.parametrize("refusal", ["", "it is on a disk"])

@@ -412,9 +412,20 @@ def test_what_torch_has_written_is_looked_at(
 
     original = HuggingFaceStorageWriter.write_data
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", lose)
-    with pytest.raises(IntegrityError, match=r"'layers.0.scale' was not written as planned"):
+    text = r"'layers\.0\.scale' was not written as planned: the first is missing"
+    with pytest.raises(IntegrityError, match=text):
         client.export(checkpoint, tmp_path / "out", prefix="model.")
     assert_nothing_written(tmp_path)
+
+
+def test_what_differs_from_the_plan_is_spelled_out() -> None:
+    from pannier.client.conversion.safetensors_files import _difference
+
+    found, planned = (torch.float32, torch.Size([2])), (torch.bfloat16, torch.Size([2, 3]))
+    assert _difference(found, None) == "was not planned"
+    assert _difference(found, planned) == (
+        "has dtype torch.float32 and shape (2,), planned was torch.bfloat16 and (2, 3)"
+    )
 
 
 # Where it runs.

@@ -156,7 +156,7 @@ def test_what_the_sidecar_could_not_have_says_why(sidecar: Sidecar, blocks: Fetc
     sidecar.answer(id=sidecar.next("block").id, error="the bucket is closed")
     with pytest.raises(UnavailableError, match="the bucket is closed"):
         wanted.result(BOUND_S)
-    assert blocks.messages() == 2
+    assert blocks.message_count() == 2
 
 
 def test_a_stream_that_ends_fails_all_requests(sidecar: Sidecar, blocks: FetchedBlocks) -> None:

@@ -179,6 +179,20 @@ def test_daemons_of_other_settings_are_refused_with_the_settings_names(
     assert len(started(directory)) == 1
 
 
+def test_daemons_that_keep_other_checkpoints_are_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(runtime_dir=directory)
+    launcher.ensure(settings)
+    (one,) = started(directory)
+    DaemonRecord.of_this_process(decisive_variables(one["env"]), exits_idle=True).write(directory)
+    monkeypatch.setenv("PANNIER_RETENTION_PATTERN", "checkpoint-*/dcp")
+    with pytest.raises(
+        ConfigurationError, match=r"PANNIER_RETENTION_PATTERN, and would .* or keep others of them"
+    ):
+        launcher.ensure(settings)
+
+
 def test_daemons_of_another_wire_version_are_refused_with_whose_they_are(directory: Path) -> None:
     settings = Settings(runtime_dir=directory)
     launcher.ensure(settings)

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from pannier.client.config import Settings, load_settings
+from pannier.client.interrupts import aside
 from pannier.client.restore import load_progress, load_report
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_report import LoadReporter
@@ -179,6 +180,36 @@ def test_an_interrupt_while_reporting_begins_ends_it(
     with pytest.raises(KeyboardInterrupt), LoadReporter(lambda: settings).reporting(LoadProgress()):
         pass
     until(reporting, lambda threads: not threads)
+
+
+class AtExit:
+    """Keeps what is registered."""
+
+    def __init__(self) -> None:
+        self.functions: list[Callable[[], object]] = []
+
+    def register(self, function: Callable[[], object]) -> None:
+        self.functions.append(function)
+
+    def unregister(self, function: Callable[[], object]) -> None:
+        self.functions.remove(function)
+
+
+def test_where_no_thread_can_be_started_the_load_goes_on_and_the_exit_too(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit = AtExit()
+    monkeypatch.setattr(load_report, "atexit", at_exit)
+
+    def refuse(function: Callable[[], None]) -> None:
+        monkeypatch.setattr(load_report, "aside", aside)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(load_report, "aside", refuse)
+    with LoadReporter(lambda: settings).reporting(LoadProgress()):
+        pass
+    for function in at_exit.functions:
+        function()
 
 
 def reporting() -> list[threading.Thread]:

@@ -277,6 +277,16 @@ def test_interrupts_end_it_while_a_buffer_is_read_though_targets_are_filled_besi
     presser.join(BOUND_S)
 
 
+def test_a_read_that_begins_after_the_end_of_the_load_is_refused_by_name() -> None:
+    direct = range_reader._DirectReads()
+    direct.close()
+    with (
+        pytest.raises(StorageError, match="reading a was cancelled: the load has ended"),
+        direct.reading("a"),
+    ):
+        pass
+
+
 def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path, place: StorageDir) -> None:
     fill(tmp_path, "a", 100)
     with pytest.raises(StorageError, match="a ends after 100 bytes"):

@@ -26,7 +26,7 @@ SETTINGS = Settings(plan_timeout=BOUND_S)
 TLS = TlsBundle(cert="cert", key="key", ca="ca")
 
 
-def spot(rank: int, place: str) -> HostInfo:
+def host_info(rank: int, place: str) -> HostInfo:
     return HostInfo(rank, f"node-{place}", place, f"10.0.0.{ord(place)}")
 
 
@@ -51,16 +51,18 @@ class Ranks:
 
     def __init__(self, places: str, first: int = 0, settings: Settings = SETTINGS) -> None:
         self.store = dist.HashStore()
-        self.spots = [None if place == "." else spot(r, place) for r, place in enumerate(places)]
-        self.first = self.spots[first]
+        self.hosts = [
+            None if place == "." else host_info(r, place) for r, place in enumerate(places)
+        ]
+        self.first = self.hosts[first]
         self._settings = settings
 
     def meet(self, rank: int) -> Rendezvous | None:
-        own = self.spots[rank]
+        own = self.hosts[rank]
         assert own is not None
         assert self.first is not None
         rank_store = RankStore(rank, timeout_s=BOUND_S, store=self.store)
-        return agree(rank_store, 1, own, self.first, size=len(self.spots), settings=self._settings)
+        return agree(rank_store, 1, own, self.first, size=len(self.hosts), settings=self._settings)
 
     def run(self) -> list[Rendezvous | Exception | None]:
         """The result of each rank that comes."""
@@ -71,7 +73,7 @@ class Ranks:
             except Exception as error:  # noqa: BLE001 - for the test to look at
                 return error
 
-        ranks = [rank for rank, each in enumerate(self.spots) if each is not None]
+        ranks = [rank for rank, each in enumerate(self.hosts) if each is not None]
         with ThreadPoolExecutor(len(ranks)) as threads:
             return list(threads.map(caught, ranks))
 
@@ -88,10 +90,10 @@ def test_rank_0s_host_has_the_coordinator_of_several(
     ranks = Ranks(places, first)
     found = ranks.run()
     ((own, towards),) = convened
-    assert own == ranks.spots[0]
+    assert own == ranks.hosts[0]
     # So that it listens on the address by which that host reaches it.
     assert towards in {
-        each.address for each in ranks.spots if each and each.runtime_dir_id != own.runtime_dir_id
+        each.address for each in ranks.hosts if each and each.runtime_dir_id != own.runtime_dir_id
     }
     first = found[0]
     assert isinstance(first, Rendezvous)
@@ -106,7 +108,7 @@ def test_the_first_rank_decides_when_rank_0_does_not_save(
 ) -> None:
     ranks = Ranks(".bcb", first=2)
     found = ranks.run()
-    assert [own for own, _ in convened] == [ranks.spots[2]]
+    assert [own for own, _ in convened] == [ranks.hosts[2]]
     assert all(isinstance(each, Rendezvous) and each.leader.rank == 2 for each in found)
 
 
@@ -124,11 +126,11 @@ def test_ranks_that_met_on_loopback_are_on_one_host(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     ranks = Ranks("aab")
-    late, ranks.spots[2] = ranks.spots[2], None
+    late, ranks.hosts[2] = ranks.hosts[2], None
     assert ranks.run() == [None, None]
     assert convened == []
     # Two containers with one network: had it come sooner, both would have been served.
-    ranks.spots[2] = late
+    ranks.hosts[2] = late
     with pytest.raises(ConfigurationError, match=r"rank 2 \(node-b\).*PANNIER_RUNTIME_DIR"):
         ranks.meet(2)
 
@@ -211,7 +213,7 @@ def test_a_job_on_one_host_is_not_taken_for_another_hosts(monkeypatch: pytest.Mo
 
 
 def test_daemons_of_an_earlier_start_are_used_again(
-    sockets: Path, monkeypatch: pytest.MonkeyPatch
+    sockets: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where they were killed, unless their port is taken or they store elsewhere."""
     settings = Settings(runtime_dir=sockets)
@@ -241,6 +243,8 @@ def test_daemons_of_an_earlier_start_are_used_again(
     assert found(job="job k") is None
     with socket.create_server(network.split_address(address)):
         assert found() is None
+        assert f"{directory} can't be used again: " in caplog.text
+        assert "; this start uses others" in caplog.text
         monkeypatch.setattr(launcher, "is_up", lambda pair: True)
         assert found() is not None
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")

@@ -81,8 +81,8 @@ def _jobs(rank: int) -> Identity:
 
 
 def _one_host(rank: int) -> Any:
-    pair = World(alone=False).pair(Settings(runtime_dir=_runtime_dir()))
-    return pair.directory, pair.serves_others
+    daemons = World(alone=False).daemons(Settings(runtime_dir=_runtime_dir()))
+    return daemons.directory, daemons.serves_others
 
 
 def _coordinators(rank: int) -> Any:

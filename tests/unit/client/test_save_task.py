@@ -26,6 +26,7 @@ from pannier.client.staging.in_flight import ArenaUse, InFlightSaves
 from pannier.client.transport.file_stream import MemoryInUseError
 from pannier.client.transport.save_errors import aborted, fail_request
 from pannier.client.transport.save_task import SaveTask
+from pannier.client.transport.saves_in_progress import SavesInProgress
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts, tracing
 from pannier.common.deadline import Deadline
@@ -634,7 +635,7 @@ def test_staging_memory_that_a_stream_may_still_read_is_never_used_again(
             raise KeyboardInterrupt
         # The save expires while gRPC's thread is at a message.
         saving.status.stop.set()
-        raise MemoryInUseError("the stream of f0 does not end")
+        raise MemoryInUseError("gRPC still reads the staging memory of f0")
 
     monkeypatch.setattr(session, "send", send)
     monkeypatch.setattr(type(session), "most_streams", property(lambda _: 1))
@@ -643,3 +644,49 @@ def test_staging_memory_that_a_stream_may_still_read_is_never_used_again(
     saving.status.forget()
     assert slots.idle == 1
     assert slots.pool.acquire([1 << 20]).files[0].address != address
+
+
+def test_a_save_ends_once_though_its_abort_meets_a_failed_hand_over(
+    session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "CAUSES_S", 0.05)
+    sidecar.commit = False
+    ended: list[object] = []
+    saving = SaveTask(
+        *(session, CONTEXT), on_busy="wait", deadline=Deadline(60), on_ended=ended.append
+    )
+    failures = []
+    saving.planned(ATTEMPT, "p1")
+    saving.status._on_failure = lambda: failures.append("once")
+
+    def aborted_meanwhile(request: sidecar_pb2.HandOverRequest) -> None:
+        sidecar.abort(request.context, save_pb2.Failure(rank=1, message="disk full"))
+        wait_until(saving.handle.done)
+        raise SaveAbortedError("the save has ended")
+
+    sidecar.on["HandOver"] = aborted_meanwhile
+    saving.staged(Staged([]))
+    carry(saving)
+    # Longer than the causes of other ranks are waited for.
+    time.sleep(0.2)
+    assert len(ended) == 1
+    assert failures == ["once"]
+    errors = UnretrievedErrors()
+    errors.add(saving.status.resolver.outcome)
+    with pytest.raises(SaveAbortedError, match="disk full"):
+        errors.raise_all()
+
+
+def test_a_save_that_ends_before_it_is_registered_is_not_waited_for(
+    session: SidecarClient, sidecar: ScriptedSidecar
+) -> None:
+    saves = SavesInProgress(lambda: None)
+    saving = SaveTask(
+        *(session, CONTEXT), on_busy="wait", deadline=Deadline(60), on_ended=saves.end
+    )
+    saving.planned(ATTEMPT, "p1")
+    sidecar.abort(CONTEXT, save_pb2.Failure(rank=1, message="disk full"))
+    wait_until(saving.handle.done)
+    saves.add(saving)
+    assert not saves
+    saves.wait(0)

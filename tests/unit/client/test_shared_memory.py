@@ -1,6 +1,7 @@
 """Leased spool files: what is unmapped when, and what is released when mapping fails."""
 
 import os
+import select
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -194,3 +195,30 @@ def test_late_descriptors_are_not_taken_for_those_of_the_next_files(
     assert not sidecar.released
     with pytest.raises(PannierError):
         leases.map_files([2 * MIB])
+
+
+def test_a_look_whether_the_sidecar_is_there_waits_for_nothing_that_another_thread_receives(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "DESCRIPTORS_S", 0.05)
+    leases = sidecar.connect()
+    poll = select.poll
+
+    class Meanwhile:
+        """The other thread receives what is there right after the look."""
+
+        def __init__(self) -> None:
+            self._poll = poll()
+            self.register = self._poll.register
+
+        def poll(self, timeout: float) -> list[tuple[int, int]]:
+            found = self._poll.poll(timeout)
+            leases._connection.recv(16)
+            return found
+
+    monkeypatch.setattr(select, "poll", Meanwhile)
+    sidecar._connection.sendall(b"x")
+    assert not leases.lost
+    monkeypatch.setattr(select, "poll", poll)
+    sidecar._connection.close()
+    assert leases.lost

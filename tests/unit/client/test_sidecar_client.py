@@ -13,7 +13,13 @@ import pytest
 
 from pannier.client.config import Settings
 from pannier.client.identity import Identity
-from pannier.client.transport.file_stream import FileSource, Stop, StoppedError
+from pannier.client.transport.file_stream import (
+    Cancellation,
+    FileSource,
+    MemoryInUseError,
+    StoppedError,
+    _Messages,
+)
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
@@ -140,7 +146,7 @@ def test_progress_is_what_the_sidecar_holds(session: SidecarClient) -> None:
 
 def test_stop_ends_a_stream_at_once(session: SidecarClient, sidecar: ScriptedSidecar) -> None:
     sidecar.stall_at = [0]
-    stop = Stop()
+    stop = Cancellation()
     ended: list[Exception] = []
 
     def send() -> None:
@@ -155,6 +161,19 @@ def test_stop_ends_a_stream_at_once(session: SidecarClient, sidecar: ScriptedSid
     stop.set()
     sender.join(BOUND_S)
     assert len(ended) == 1
+
+
+def test_memory_that_grpc_still_reads_is_named_with_the_time_that_was_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeouts, "STREAM_CANCEL_S", 0.01)
+    messages = _Messages(sidecar_pb2.FileHeader(name="__a_f"), FileSource(InMemory("f", data(10))))
+    reading = iter(messages)
+    next(reading)
+    with pytest.raises(
+        MemoryInUseError, match=r"memory of __a_f after 0\.01 s; that memory will never be reused"
+    ):
+        messages.end()
 
 
 def test_a_refused_file_is_an_error_at_once(

@@ -1,6 +1,8 @@
 """Which saves of an earlier start ``latest(include="ingested")`` waits for."""
 
 import os
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,10 @@ def committed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Checkpoints that were committed from storage, as ``pannier recover`` would."""
     done: list[str] = []
 
-    def commit(found: Unfinished, deadline: Deadline) -> None:
+    def commit(found: Unfinished, deadline: Deadline) -> str:
         done.append(found.directory.url)
         write_attempt(Path(found.directory.url), found.attempt, ranks=1, files=1)
+        return ""
 
     monkeypatch.setattr(ingested_saves, "_commit", commit)
     monkeypatch.setattr(timeouts, "INGESTED_COMMIT_S", 0.0)
@@ -76,3 +79,23 @@ def test_without_any_the_newest_committed_one_is_used(tmp_path: Path, committed:
     write_attempt(root / "step-1", "i9-two-g0000000a-s9", commit=False)
     assert newest(tmp_path) == there
     assert committed == []
+
+
+def test_one_that_recover_cannot_commit_is_logged_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = saved(tmp_path / "run", 15, "i1-two-g0000000a-s1", 200, commit=False)
+
+    def recover(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+        # The wait ends once it has failed.
+        monkeypatch.setattr(timeouts, "INGESTED_SIGN_S", 0.0)
+        return subprocess.CompletedProcess(command, 1, "", "the bucket is read-only\n")
+
+    monkeypatch.setattr(subprocess, "run", recover)
+    monkeypatch.setattr(timeouts, "INGESTED_COMMIT_S", 0.0)
+    monkeypatch.setattr(timeouts, "INGESTED_POLL_S", 0.01)
+    assert newest(tmp_path) is None
+    assert (
+        f"{left} is no checkpoint yet, and not used: its receipts are all in storage, but `pannier recover` "
+        "failed: the bucket is read-only"
+    ) in caplog.text

@@ -1,1 +1,1 @@
-"""Checkpoints in the files of other programs, made outside training."""
+"""Exports of checkpoints to the file formats of other programs, made outside training."""

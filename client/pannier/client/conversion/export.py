@@ -1,7 +1,8 @@
 """``client.export``: the tensors of a checkpoint as safetensors files, which Hugging Face's libraries read.
 
-In: a checkpoint, and what of it. Out: a local directory that appears when it is whole. It takes memory and
-time that training hasn't: a rank of a process group is refused. Blocking.
+In: a checkpoint, and a choice of its tensors. Out: a local directory that appears when it is complete. An
+export takes memory and time that a training process can't spare: a rank of a process group is refused.
+Blocking.
 """
 
 import os
@@ -26,7 +27,7 @@ Progress = Callable[[int, int], None]
 """Called with the bytes of tensors that were read, and of all that are exported."""
 FORMAT: Final = "safetensors"
 MAX_FILE_BYTES: Final = 2_000_000_000
-"""Default of the size of a file: three times as much memory is taken."""
+"""Default limit of a file's size. An export takes three times as much memory."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def export(
     reader = StorageReader(checkpoint_id, storage_options=storage_options)
     with new_directory(path) as partial:
         try:
-            # Of one generation, whatever replaces the checkpoint meanwhile.
+            # Reads one generation, even if the checkpoint is replaced meanwhile.
             reader.share_metadata(reader.resolve())
             metadata = reader.read_metadata()
             planned = plan_export(metadata.state_dict_metadata, choice)

@@ -54,7 +54,7 @@ class LazySavePlanner(DefaultSavePlanner):
         )
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        """The tensor of an item, which may be asked for once.
+        """The tensor of an item, which may be looked up once.
 
         Raises: as :meth:`pannier.client.loading.storage_reader.StorageReader.read_data`.
         """

@@ -1,6 +1,6 @@
 """A local directory that appears with all its files, or not at all.
 
-In: its path. Out: a directory beside it to write into, which gets the path as its name in the end. Blocking.
+In: its path. Out: a directory beside it to write into, which is renamed to the path at the end. Blocking.
 """
 
 import os
@@ -23,8 +23,8 @@ _unfinished: Final[set[Path]] = set()
 def new_directory(path: Path) -> Iterator[Path]:
     """A directory to write into; at ``path`` when the block has succeeded, removed when it hasn't.
 
-    Its parents are created. Its name until then is ``.NAME.<random>.partial``, for the case that this process
-    is killed.
+    Its parents are created. Until then it is named ``.NAME.<random>.partial``; a process that is killed
+    leaves it behind.
 
     Raises:
         InvalidRequestError: ``path`` is there already, and isn't an empty directory.

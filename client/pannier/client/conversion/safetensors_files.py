@@ -1,7 +1,7 @@
 """The safetensors files of an export, written by torch and checked by their headers.
 
 In: planned tensors, and a planner that has them. Out: ``model-00001-of-00002.safetensors`` and so on, and
-``model.safetensors.index.json``, which says what is where. Imports the package safetensors. Blocking.
+``model.safetensors.index.json``, which maps tensors to files. Imports the package safetensors. Blocking.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def write_files(
 ) -> None:
     """Writes all files, one after the other, and the index.
 
-    At most one file's tensors are in memory, and its bytes beside them, twice.
+    Holds at most one file's tensors in memory, and two copies of its bytes.
 
     Raises:
         OSError: a file can't be written.
@@ -67,7 +67,7 @@ def write_files(
 
 
 def _check_files(directory: Path, planned: Sequence[PlannedTensor]) -> None:
-    """Compares the files' headers with the plan: torch's writer reports success without a look at them."""
+    """Compares the files' headers with the plan: torch's writer reports success without checking them."""
     wanted = {each.name: (each.dtype, each.shape) for each in planned}
     try:
         stored = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
@@ -81,9 +81,23 @@ def _check_files(directory: Path, planned: Sequence[PlannedTensor]) -> None:
     wrong = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
     if wrong:
         raise IntegrityError(
-            f"{keys_text(wrong)} was not written as planned: the first is {found.get(wrong[0])}, not "
-            f"{wanted.get(wrong[0])}"
+            f"{keys_text(wrong)} was not written as planned: the first "
+            + _difference(found.get(wrong[0]), wanted.get(wrong[0]))
         )
+
+
+def _difference(
+    found: tuple[torch.dtype, torch.Size] | None, planned: tuple[torch.dtype, torch.Size] | None
+) -> str:
+    """How a tensor in a file differs from the planned one, human-readable; None: there is none."""
+    if found is None:
+        return "is missing"
+    if planned is None:
+        return "was not planned"
+    return (
+        f"has dtype {found[0]} and shape {tuple(found[1])}, planned was {planned[0]} and "
+        f"{tuple(planned[1])}"
+    )
 
 
 def _is_supported(dtype: torch.dtype) -> bool:

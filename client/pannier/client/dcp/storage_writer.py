@@ -51,13 +51,13 @@ class StorageWriter(storage.StorageWriter):
             groups can be distinguished.
         no_dist: as ``dcp.save`` gets it.
         timeout: seconds until a save must be committed. Default: the client's ``save_timeout``.
-        metrics, extra_files: as :meth:`pannier.client.Client.async_save` takes them: what :attr:`metrics` and
-            :attr:`extra_files` are at first.
+        metrics, extra_files: initial values of :attr:`metrics` and :attr:`extra_files`; as
+            :meth:`pannier.client.Client.async_save` takes them.
         overwrite: as :meth:`pannier.client.Client.async_save` takes it; True and False as torch's
             ``FileSystemWriter`` has them.
 
     Raises:
-        InvalidRequestError: the path is not valid, the timeout is over 7 days, a metric is no number, or a
+        InvalidRequestError: the path is not valid, the timeout is over 7 days, a metric is not a number, or a
             file can't be added.
     """
 
@@ -179,7 +179,7 @@ class StorageWriter(storage.StorageWriter):
 
     @at_call
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Adds the save to the plan. Raises InvalidRequestError for a plan from torch's cache."""
+        """Adds the save's ticket to the plan. Raises InvalidRequestError for a plan from torch's cache."""
         if not plan.usable:
             raise InvalidRequestError(NO_PLAN_CACHE)
         items = _without_replicas(plan.items)
@@ -246,7 +246,7 @@ class StorageWriter(storage.StorageWriter):
         own = self._own_client
         factory = default_factory() if own is None else own.save_factory
         previous, self._save = self._save, None
-        # First of all: whatever is raised below, the ranks' numbers stay in step.
+        # First of all, so that the ranks' numbers stay in step if anything below raises.
         sidecar, context = factory.open_save(
             self._checkpoint_id, self._process_group, self._no_dist, self._overwrite
         )

@@ -292,15 +292,15 @@ class WriterSave:
             raise
         aside(lambda: task.send(slot))
         if task.status.stop.is_set:
-            # Once the ABORT arrives, with the causes of all ranks; or else when a timer fires, which
-            # a client that is closed no longer has.
+            # The handle fails when the ABORT arrives, with the causes of all ranks, or else when a timer
+            # fires; a closed client has no timers.
             if not task.handle.wait(timeouts.ABORT_S + timeouts.CAUSES_S):
                 aside(task.status.forget)
                 raise UnavailableError("the client was closed while its save failed")
             error = task.handle.exception()
             assert error is not None
             raise error
-        # The process may end before the commit, for which torch's coordinator rank waits.
+        # Traced now: the process may end before the commit, for which only the coordinator rank waits.
         task.status.trace()
         return staged
 

@@ -2,7 +2,7 @@
 
 In: the coordinator's host. Out: PEM texts: a certificate for the coordinator and its host's sidecar, and
 one for the other sidecars, signed by a CA whose key is dropped at once, so that no further certificate can
-be issued. Both have a name that peers call each other by, whatever their addresses.
+be issued. Both contain one name that peers verify instead of each other's addresses.
 """
 
 import datetime
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
 PEER_NAME: Final = "sidecar.pannier.invalid"
-"""By which sidecars know each other's certificates."""
+"""The name that sidecars verify in each other's certificates."""
 _VALID: Final = datetime.timedelta(days=366)
 """Longer than any job runs; the keys are removed with their daemons."""
 _SKEW: Final = datetime.timedelta(days=1)

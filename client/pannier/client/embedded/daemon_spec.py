@@ -42,7 +42,7 @@ class DaemonSpec:
         return "--listen" in self.flags
 
     def without_coordinator(self) -> "DaemonSpec":
-        """The sidecar alone; a coordinator that ran beside it stays its address, and may be dead."""
+        """The sidecar alone, with the address of the coordinator that ran beside it, which may be dead."""
         flags = ("--coordinator" if flag == "--listen" else flag for flag in self.flags)
         return replace(self, flags=tuple(flags))
 

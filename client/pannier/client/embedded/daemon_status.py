@@ -27,7 +27,7 @@ _UNDECIDED: Final = [
 
 
 def is_idle(spec: DaemonSpec) -> bool:
-    """Whether their sidecar has no client and nothing to upload; False: not known, too."""
+    """Whether their sidecar has no client and nothing to upload; also False if that isn't known."""
     address = addresses.embedded_sidecar(spec.directory)
     request = status_pb2.ListSavesRequest(states=_UNDECIDED, limit=1)
     with _status_service(address) as stub:
@@ -35,7 +35,9 @@ def is_idle(spec: DaemonSpec) -> bool:
             found = stub.ListSaves(request, timeout=timeouts.STATUS_CALL_S)
         except grpc.RpcError as error:
             problem = from_rpc_error(error, peer=f"sidecar at {address}")
-            _log.warning("can't see whether the daemons are idle: %s", problem)
+            _log.warning(
+                "can't see whether the daemons are idle: %s; they are not replaced", problem
+            )
             return False
     busy = not found.HasField("trainers") or found.trainers or found.saves or found.bytes_queued
     return not busy
@@ -44,8 +46,8 @@ def is_idle(spec: DaemonSpec) -> bool:
 def await_others(spec: DaemonSpec, job: str, incarnation: str, timeout_s: float | None) -> str:
     """Waits for the saves of other hosts, where this host has their coordinator.
 
-    For daemons that don't outlive the trainer: the coordinator would end with this host. What earlier
-    starts left has ``timeouts.RESUMED_SAVE_S``: the job's next start finishes it as well.
+    For daemons that don't outlive the trainer: the coordinator would end with this host. Saves that earlier
+    starts left are waited for only ``timeouts.RESUMED_SAVE_S``: the job's next start can finish them as well.
 
     Args:
         timeout_s: None: no limit, since each save ends soon after its own deadline.
@@ -65,7 +67,11 @@ def await_others(spec: DaemonSpec, job: str, incarnation: str, timeout_s: float 
                 saves = list(stub.ListSaves(request, timeout=timeouts.STATUS_CALL_S).saves)
             except grpc.RpcError as error:
                 problem = from_rpc_error(error, peer=f"coordinator at {address}")
-                _log.warning("can't list the saves of other hosts: %s", problem)
+                _log.warning(
+                    "can't list the saves of other hosts: %s; this host's coordinator may end before they "
+                    "are committed",
+                    problem,
+                )
                 return ""
             late = time.monotonic() - start > timeouts.RESUMED_SAVE_S
             saves = [each for each in saves if each.save.incarnation == incarnation or not late]

@@ -127,9 +127,9 @@ def outlives_trainer() -> bool:
 
 
 def accepts(path: str) -> bool:
-    """Whether a process listens on a unix socket; it stays behind one that was killed."""
+    """Whether a process listens on a unix socket; a killed process leaves its socket's file behind."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
+        probe.settimeout(timeouts.DAEMON_ACCEPT_S)
         try:
             probe.connect(path)
         except OSError:
@@ -175,7 +175,7 @@ def _differing(settings: Settings, spec: DaemonSpec, record: DaemonRecord) -> li
 
 
 def _check_daemons(settings: Settings, spec: DaemonSpec) -> None:
-    """Refuses daemons that this process can't use, and logs once which it had better not."""
+    """Raises for daemons that this process can't use; logs once any that it can, but should not."""
     directory = spec.directory
     record = daemon_record.read(directory)
     if record is None:  # a sidecar that was started there by hand
@@ -190,9 +190,9 @@ def _check_daemons(settings: Settings, spec: DaemonSpec) -> None:
     if names:
         raise ConfigurationError(
             f"the embedded daemons in {directory} ({record.description}) were started with another "
-            f"value of {', '.join(names)}, and would store this trainer's checkpoints elsewhere: wait "
-            f"until they exit ({spec.idle_exit_s:g} s after their last trainer), {end_them}, or set "
-            "another PANNIER_RUNTIME_DIR"
+            f"value of {', '.join(names)}, and would store this trainer's checkpoints elsewhere, or keep "
+            f"others of them: wait until they exit ({spec.idle_exit_s:g} s after their last trainer), "
+            f"{end_them}, or set another PANNIER_RUNTIME_DIR"
         )
     if mismatch := record.mismatch():
         _log_once(
@@ -254,8 +254,8 @@ def _start(settings: Settings, spec: DaemonSpec) -> None:
     alive, child_end = os.pipe()
     try:
         with log.open("ab") as sink:
-            # The shell exits at once, so that init adopts the daemons: they are no zombies here,
-            # and are not killed with the process tree.
+            # The shell exits at once, so that init adopts the daemons: they don't become zombies of this
+            # process, and are not killed with its process tree.
             subprocess.run(
                 ["/bin/sh", "-c", '"$@" & ', "sh", *command],
                 cwd="/",

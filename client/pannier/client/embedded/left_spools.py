@@ -1,7 +1,7 @@
 """Spools that earlier starts of a job on several hosts have left on this host.
 
 In: the runtime directory of each start. Out: a sidecar on each spool whose daemons were killed; it uploads
-what was ingested, writes the receipts and leaves. The new start's coordinator finds these in storage.
+what was ingested, writes the receipts and exits. The new start's coordinator finds the receipts in storage.
 Daemons that still run do the same by themselves. Runs in a background thread.
 """
 
@@ -33,7 +33,7 @@ def with_left_spools(settings: Settings, spec: DaemonSpec, job: str) -> DaemonSp
 
 
 def upload_left_spools(settings: Settings, job: str, current: Path | None = None) -> None:
-    """Starts the sidecars, in the background.
+    """Starts sidecars on the spools that earlier starts of the job left, in the background.
 
     Args:
         current: directory of this start's daemons; None: those of the host.
@@ -58,13 +58,19 @@ def _upload(settings: Settings, job: str, current: Path | None) -> None:
             elif directory in own and not launcher.is_up(left):
                 _start_sidecar(settings, left)
         except (PannierError, OSError, ValueError) as error:
-            _log.warning("%s, of an earlier start of this job: %s", directory, error)
+            if directory in own:
+                _log.warning(
+                    "saves that an earlier start of this job left in %s are not uploaded: %s",
+                    *(directory, error),
+                )
+            else:
+                _log.warning("%s, which another job left, can't be read: %s", directory, error)
 
 
 def _start_sidecar(settings: Settings, left: DaemonSpec) -> None:
     names = launcher.differing_variables(settings, left)
     if names:
-        # It would look for another storage.
+        # A sidecar that this process starts would use other storage.
         _log.warning(
             "the daemons in %s, of an earlier start of this job, had another value of %s: what they "
             "left is not uploaded",

@@ -81,7 +81,7 @@ def free_port(address: str) -> int:
 
 
 def check_free(address: str) -> None:
-    """Raises ConfigurationError when nothing can listen on ``host:port``, as PANNIER_LISTEN says."""
+    """Raises ConfigurationError, which names PANNIER_LISTEN, when nothing can listen on ``host:port``."""
     host, port = split_address(address)
     try:
         (family, kind, protocol, _, where), *_ = socket.getaddrinfo(

@@ -26,8 +26,10 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PREFIX: Final = "pannier-incarnation"
-CLOCK_S: Final = 0.5
-"""Rounding of two times on one machine."""
+_POLL_SHARE: Final = 0.1
+"""Of the time that the responder has run: its pause between two looks."""
+CLOCK_S: Final = 0.05
+"""Rounding of two times on one machine: the kernel gives a process's start in ticks of mostly 10 ms."""
 
 
 class RankStore:
@@ -40,7 +42,8 @@ class RankStore:
         since: when this process started, in seconds since the machine's boot; default: from the
             kernel.
 
-    All methods raise DeadlineError when the store fails or doesn't answer.
+    All methods raise DeadlineError when the store fails or doesn't answer; a subclass may call the store
+    in another way (:meth:`ask`).
     """
 
     def __init__(
@@ -110,11 +113,11 @@ class RankStore:
 
     def claim(self, key: str, text: str) -> str:
         """Writes ``text`` unless the key has a value; returns its value."""
-        return self._ask(lambda: str(self._store.compare_set(key, "", text).decode()))
+        return self.ask(lambda: str(self._store.compare_set(key, "", text).decode()))
 
     def count(self, key: str, more: int = 0) -> int:
         """Adds to a counter that starts at 0; returns its value."""
-        return self._ask(lambda: int(self._store.add(key, more)))
+        return self.ask(lambda: int(self._store.add(key, more)))
 
     def read(self, key: str) -> str | None:
         """The value of a key; None: it has none yet."""
@@ -123,7 +126,7 @@ class RankStore:
             # `get` alone would wait for a value.
             return self._store.get(key).decode() if self._store.check([key]) else None
 
-        return self._ask(ask)
+        return self.ask(ask)
 
     def poll(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
         """Calls ``look`` until it returns a value; None after ``timeout_s`` seconds."""
@@ -137,7 +140,8 @@ class RankStore:
             pause = min(2 * pause, timeouts.STORE_LONGEST_POLL_S)
         return found
 
-    def _ask(self, call: Callable[[], T]) -> T:
+    def ask(self, call: Callable[[], T]) -> T:
+        """Makes one call of the store, and returns its answer."""
         answer: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -187,14 +191,17 @@ class _Responder:
 
     def _run(self) -> None:
         answered = 0
+        began = time.monotonic()
         pause = timeouts.STORE_POLL_S
         try:
             while answered < self._others and not self._ended.wait(pause):
                 asked = int(self._store.add(_asked(self._incarnation), 0))
                 if asked > answered:
                     self._store.add(_answered(self._incarnation), asked - answered)
-                    answered, pause = asked, timeouts.STORE_POLL_S
-                pause = min(2 * pause, timeouts.STORE_LONGEST_POLL_S)
+                    answered = asked
+                # Ranks mostly come at almost the same time, and wait for the answer.
+                pause = max(timeouts.STORE_POLL_S, _POLL_SHARE * (time.monotonic() - began))
+                pause = min(pause, timeouts.STORE_LONGEST_POLL_S)
         except RuntimeError as error:  # torch's DistStoreError: the process group has ended
             _log.debug("incarnation %d: no more confirmations: %s", self._incarnation, error)
         finally:

@@ -1,9 +1,9 @@
 """How the embedded daemons of several hosts find each other: one host's coordinator serves all.
 
 In: the process group's store, through which the ranks agree. Out: None if all ranks are on one host;
-otherwise the coordinator's address and the client certificate for it. It runs on the host of rank 0,
-or, if rank 0 doesn't save, of the first rank that does. One rank, the leader, decides once per
-incarnation for all. Blocking.
+otherwise the coordinator's address and the client certificate for it. The coordinator runs on the host
+of rank 0, or, if rank 0 doesn't save, of the first rank that does. One rank, the leader, decides once
+per incarnation for all. Blocking.
 """
 
 import hashlib
@@ -270,7 +270,11 @@ def _find_earlier(
         except FileNotFoundError:  # they are exiting
             continue
         except (ValueError, ConfigurationError) as error:
-            _log.warning("the daemons in %s can't be used again: %s", directory, error)
+            _log.warning(
+                "the daemons in %s can't be used again: %s; this start uses others",
+                directory,
+                error,
+            )
             continue
         return replace(rendezvous, leader=own), tls
     return None

@@ -26,14 +26,14 @@ def save_state(
 ) -> SaveHandle:
     """``accelerator.save_state`` in the background: returns when all is staged, with the handle of the save.
 
-    All ranks call it. Files that several ranks write under one name are the first rank's.
+    All ranks call it. If several ranks write a file of the same name, the first rank's is saved.
 
     Args:
         checkpoint_id: the checkpoint, a path or a URL.
-        arguments: further ones of ``client.async_save``, such as ``metrics``.
+        arguments: further arguments of ``client.async_save``, such as ``metrics``.
 
     Raises:
-        ValueError: a setting of the accelerator that can't be kept.
+        ValueError: a setting of the accelerator is not supported.
         PannierError: what ``client.async_save`` raises.
     """
     check_sharded(accelerator.state.fsdp_plugin)
@@ -64,10 +64,10 @@ def load_state(
 
     Args:
         checkpoint_id: a checkpoint, as ``client.latest`` finds it.
-        arguments: further ones of ``accelerator.load_state``.
+        arguments: further arguments of ``accelerator.load_state``.
 
     Raises:
-        ValueError: a setting of the accelerator that can't be kept.
+        ValueError: a setting of the accelerator is not supported.
         PannierError: what ``client.load`` raises.
     """
     check_sharded(accelerator.state.fsdp_plugin)
@@ -90,7 +90,7 @@ def check_sharded(fsdp_plugin: Any) -> None:
 
 @contextmanager
 def _scratch(checkpoint_id: str | os.PathLike[str]) -> Iterator[tuple[ScratchDirectory, str]]:
-    """This rank's own, for one call of Accelerate; and the checkpoint's name in it."""
+    """This rank's scratch directory for one call of Accelerate, and the checkpoint's name in it."""
     root, name = split_checkpoint_id(absolute(checkpoint_id))
     with tempfile.TemporaryDirectory(prefix="pannier-") as directory:
         scratch = ScratchDirectory(Path(directory).absolute(), root)

@@ -1,8 +1,9 @@
-"""Pannier in the place of ``torch.distributed.checkpoint``'s functions, for trainers whose code can't be changed.
+"""Replaces torch's DCP functions by Pannier's, for trainers whose code can't be changed.
 
-In: calls of ``save``, ``async_save`` and ``load`` with torch's arguments. Out: saves and loads of the process's default
-client; torch's own, for storage that isn't plain files of DCP. An adapter can take the states of one local directory
-by itself (:class:`StateTaker`). Thread-safe; what is replaced is replaced for all threads of the process.
+In: calls of ``save``, ``async_save`` and ``load`` with torch's arguments. Out: saves and loads of the
+process's default client; storage other than plain files of DCP is left to torch's own functions. An adapter
+can handle the states of one local directory itself (:class:`StateTaker`). Thread-safe; functions are replaced
+for all threads of the process.
 """
 
 import functools
@@ -33,36 +34,36 @@ _torch_load = state_dict_loader.load
 
 _lock: Final = threading.Lock()
 _depth = 0
-"""Patches that are in force; the first replaces torch's functions, and the last puts them back."""
+"""Number of patches in force; the first replaces torch's functions, and the end of the last restores them."""
 _takers: "Final[dict[Path, StateTaker]]" = {}
-"""By the directory of which each takes the states."""
+"""By the directory whose states each handles."""
 _replaced: Final[list[tuple[ModuleType, str, Any]]] = []
-"""Modules and names that had one of torch's functions."""
+"""Modules and names that had one of torch's functions, and the function."""
 _pending: Final[set[SaveHandle]] = set()
 """Saves that the patched ``async_save`` began, and that have not ended."""
 _passed_on: Final[set[str]] = set()
-"""Kinds of storage of which the log says that torch itself serves them."""
+"""Kinds of storage for which it was logged that they are left to torch."""
 
 
 class StateTaker(Protocol):
-    """What torch would save into a subdirectory of one directory, and load from there, by an adapter instead.
+    """An adapter that saves and loads, instead of torch, the states below one directory.
 
     Called in the thread that calls torch, with the path below the directory.
     """
 
     def save(self, path: Path, state_dict: dict[str, Any]) -> bool:
-        """Takes a state. False: it is torch's own matter."""
+        """Takes a state. False: it is left to torch."""
         ...
 
     def load(self, path: Path, state_dict: dict[str, Any]) -> bool:
-        """Loads a state in place. False: it is torch's own matter."""
+        """Loads a state in place. False: it is left to torch."""
         ...
 
 
 def take_states(directory: Path, taker: StateTaker) -> None:
-    """Has the states of ``directory``, an absolute path, saved and loaded by ``taker``, the last one that is given.
+    """Lets ``taker`` save and load the states of ``directory``, an absolute path; replaces an earlier taker.
 
-    It replaces torch's ``save`` and ``load`` as :func:`patch_dcp` does; all other calls of them are as they were.
+    Replaces torch's functions as :func:`patch_dcp` does; calls for other directories behave as before.
     """
     with _lock:
         _takers[directory] = taker
@@ -112,20 +113,20 @@ class DcpPatch(AbstractContextManager["DcpPatch"]):
 
 
 def patch_dcp() -> DcpPatch:
-    """Has ``torch.distributed.checkpoint``'s ``save``, ``async_save`` and ``load`` save and load with Pannier.
+    """Makes ``torch.distributed.checkpoint``'s ``save``, ``async_save`` and ``load`` use Pannier.
 
     For trainers whose code can't be changed: ``with client.patch_dcp(): trainer.train()``, or
-    ``client.patch_dcp().start()`` for good. It replaces the three functions in every module that has them by then,
-    for all threads, until the context is left or ``stop()`` is called; both wait for the saves under way, and
-    raise what failed. May be nested.
+    ``client.patch_dcp().start()`` for good. It replaces the three functions in every module that has them
+    by then, for all threads, until the context is left or ``stop()`` is called. Both wait for the saves under
+    way and raise their errors, except a context that is left by an exception. May be nested.
 
-    The functions take torch's arguments. ``save`` returns when the checkpoint is committed, ``async_save`` when it is
-    staged, with a :class:`~pannier.client.SaveHandle`: a ``Future`` and an ``AsyncSaveResponse``; its result is that of the commit.
-    ``load`` waits for a save of this process to the same place. Torch's ``FileSystemWriter`` and ``FsspecWriter`` (and
-    readers) count by their path and ``overwrite``, not by their threads or storage options. As with torch, a save
-    replaces what is there, another job's too. ``async_checkpointer_type`` and torch's own stagers are left
-    out, since Pannier stages by itself. Other storage, such as safetensors, and subclasses are left to torch, with
-    one warning.
+    The functions take torch's arguments. ``save`` returns when the checkpoint is committed. ``async_save``
+    returns when it is staged, with a :class:`~pannier.client.SaveHandle`: a ``Future`` of the commit, and an
+    ``AsyncSaveResponse``. ``load`` waits for a save of this process to the same checkpoint. Of torch's
+    ``FileSystemWriter`` and ``FsspecWriter`` (and readers) the path and ``overwrite`` are used; their threads
+    and storage options are ignored. As with torch, a save replaces an existing checkpoint, also another
+    job's. ``async_checkpointer_type`` and torch's own stagers are ignored, since Pannier stages by itself.
+    Other storage, such as safetensors, and subclasses are left to torch, with one warning for each kind.
 
     Raises, from the functions:
         InvalidRequestError: another ``async_stager``, or ``use_collectives=False``, which Pannier can't honour.
@@ -138,12 +139,12 @@ def _replace() -> None:
     if _replaced:
         return
     ours = dict(zip((_torch_save, _torch_async_save, _torch_load), _OURS, strict=True))
-    # What was imported by name lies in the importing module.
+    # A function that was imported by name is an attribute of the importing module, too.
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module.__name__ == __name__:
             continue
         for name, value in list(vars(module).items()):
-            # Asking others for their class may run code of theirs.
+            # By type, since isinstance() may run code of lazily loaded objects.
             if type(value) is FunctionType and value in ours:
                 setattr(module, name, ours[value])
                 _replaced.append((module, name, value))
@@ -252,7 +253,7 @@ def _forget(handle: Any) -> None:
 
 
 def _taker(checkpoint_id: Any, storage: Any) -> tuple[StateTaker, Path] | None:
-    """Who takes the states of a place, and its path below that one's directory."""
+    """The taker for a location, and the location's path below the taker's directory; None: there is none."""
     place = checkpoint_id or getattr(storage, "path", None)
     if not isinstance(place, str | os.PathLike):
         return None
@@ -265,9 +266,9 @@ def _taker(checkpoint_id: Any, storage: Any) -> tuple[StateTaker, Path] | None:
 
 
 def _target(checkpoint_id: Any, writer: Any) -> dict[str, Any] | None:
-    """Where a save goes, as arguments of the client; None: it is torch's own matter."""
+    """Where a save goes, as arguments of the client; None: it is left to torch."""
     if not _depth:
-        # The caller has kept a function that was replaced.
+        # No patch is in force: only takers are, or the caller has kept a reference to a replacement.
         return None
     if isinstance(writer, client.StorageWriter):
         return {"checkpoint_id": checkpoint_id, "storage_writer": writer}
@@ -277,7 +278,7 @@ def _target(checkpoint_id: Any, writer: Any) -> dict[str, Any] | None:
 
 
 def _source(checkpoint_id: Any, reader: Any) -> dict[str, Any] | None:
-    """What a load reads, as arguments of the client; None: it is torch's own matter."""
+    """What a load reads, as arguments of the client; None: it is left to torch."""
     if not _depth:
         return None
     if isinstance(reader, client.StorageReader):
@@ -288,7 +289,7 @@ def _source(checkpoint_id: Any, reader: Any) -> dict[str, Any] | None:
 
 def _path(checkpoint_id: Any, storage: Any) -> dict[str, Any] | None:
     if storage is None:
-        # Without either, torch says what is missing.
+        # Without either, torch's own error names what is missing.
         return None if checkpoint_id is None else {"checkpoint_id": checkpoint_id}
     if torch_compat.is_plain_files(storage):
         return {"checkpoint_id": checkpoint_id or storage.path}
@@ -300,7 +301,10 @@ def _path(checkpoint_id: Any, storage: Any) -> dict[str, Any] | None:
 
 
 def _check_stager(stager: Any) -> None:
-    """Raises InvalidRequestError for one whose work would be missing; torch's own only copy, as Pannier does."""
+    """Raises InvalidRequestError for a stager other than torch's: Pannier would not call it.
+
+    torch's own stagers only copy, as Pannier does.
+    """
     kind = type(stager)
     if stager is None or kind.__module__.startswith(f"{checkpoint.__name__}."):
         return

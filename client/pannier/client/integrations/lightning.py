@@ -1,8 +1,8 @@
 """Lightning's ``ModelParallelStrategy`` (FSDP2, tensor parallelism), saving and loading with Pannier.
 
 In: what Lightning's trainer saves, on all ranks. Out: the same directories as Lightning's own, the states as
-DCP and the rest as ``meta.pt``, in one commit. Callbacks decide when to save; which checkpoints are removed is
-for the coordinator to say. For Lightning 2.6.
+DCP and the rest as ``meta.pt``, in one commit. Callbacks decide when to save; the coordinator decides which
+checkpoints are removed. For Lightning 2.6.
 """
 
 import io
@@ -27,7 +27,7 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
     """For ``Trainer(strategy=...)``, with Lightning's arguments. ``ModelCheckpoint`` must have ``save_top_k=-1``."""
 
     def setup(self, trainer: Trainer) -> None:
-        """Raises ValueError for settings that can't be kept."""
+        """Raises ValueError for settings that are not supported."""
         if not self._save_distributed_checkpoint:
             raise ValueError(
                 "save_distributed_checkpoint=False saves one file from rank 0: that is for Lightning's own strategy"
@@ -47,11 +47,11 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
     # Pannier copies from the device itself: no copies of the states are made here.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of the model, where it lies."""
+        """The model's state dict, on its device."""
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Of one optimizer, where it lies, by names of parameters."""
+        """One optimizer's state dict, on its device, by names of parameters."""
         return get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer))
 
     def save_checkpoint(
@@ -95,7 +95,7 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
         return rest
 
     def remove_checkpoint(self, filepath: str) -> None:
-        """Raises ValueError."""
+        """Raises ValueError: only the coordinator removes checkpoints."""
         _refuse_removal(f"the removal of {filepath}")
 
     def on_train_end(self) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints that a framework writes piece by piece into a local directory, each as one commit.
 
 In: what the framework gives to DCP for ``<directory>/<name>/<state>``, and the files that it writes into
-``<directory>/<name>``. Out: ``<root>/<name>``, with the states by their names, and the files as extra files. For the
-thread that trains.
+``<directory>/<name>``. Out: ``<root>/<name>``, with the states by their names, and the files as extra files.
+To be called by the training thread.
 """
 
 import posixpath
@@ -17,10 +17,10 @@ from pannier.wire.object_names import check_extra_name
 
 
 class ScratchDirectory(dcp_patch.StateTaker):
-    """A directory whose states DCP doesn't write any more, from :meth:`start` on.
+    """A local directory whose states are kept for Pannier instead of written by DCP, from :meth:`start` on.
 
     Args:
-        directory: absolute; the host's or the rank's own.
+        directory: absolute; used by one host or one rank alone.
         root: directory of the checkpoints, an absolute path or a URL; on all ranks the same.
     """
 
@@ -28,12 +28,12 @@ class ScratchDirectory(dcp_patch.StateTaker):
         self.directory = directory
         self.root = root
         self.unsaved: dict[str, dict[str, Any]] = {}
-        """States that DCP was given, by the name of their checkpoint and by their own."""
+        """States that were saved with DCP and not staged yet, by the checkpoint's and by their own name."""
         self._restored: dict[str, str] = {}
         """The attempt whose files were put back, by the name of the checkpoint."""
 
     def start(self) -> None:
-        """Takes DCP's calls for the directory from now on."""
+        """Handles DCP's calls for the directory from now on."""
         dcp_patch.take_states(self.directory, self)
 
     def stop(self) -> None:
@@ -49,7 +49,7 @@ class ScratchDirectory(dcp_patch.StateTaker):
         return True
 
     def load(self, path: Path, state_dict: dict[str, Any]) -> bool:
-        """Loads a state of a checkpoint in place. Raises StorageError when that isn't the one that was restored."""
+        """Loads a state of a checkpoint in place. Raises StorageError if it isn't of the restored attempt."""
         if len(path.parts) != 2:
             return False
         name, state = path.parts
@@ -84,16 +84,17 @@ class ScratchDirectory(dcp_patch.StateTaker):
         return handle
 
     def restore(self, name: str, wanted: Callable[[str], bool]) -> Path:
-        """Puts a checkpoint's extra files back, those that are wanted; returns their directory.
+        """Writes the wanted extra files of a checkpoint into its local directory, which it returns.
 
-        All ranks call it. Raises what ``client.load`` raises, and InvalidRequestError for a name that leads elsewhere.
+        All ranks call it. Raises what ``client.load`` raises, and InvalidRequestError for a name that leads
+        out of the directory.
         """
         folder = self.directory / name
         folder.mkdir(parents=True, exist_ok=True)
         found = client.load({}, checkpoint_id=posixpath.join(self.root, name), extra_files=wanted)
         self._restored[name] = found.attempt
         for file, content in found.extra_files.items():
-            # It becomes a path here.
+            # The name becomes a local path.
             check_extra_name(file)
             path = folder / file
             path.parent.mkdir(parents=True, exist_ok=True)

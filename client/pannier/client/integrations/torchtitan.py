@@ -1,8 +1,8 @@
 """torchtitan's checkpointer: its ``CheckpointManager``, saving and loading with Pannier.
 
 In: torchtitan's states and settings, on all ranks. Out: ``<folder>/step-N``, committed in the background.
-torchtitan decides when to save and what; which checkpoint is the newest, and which are removed, is Pannier's
-to say. safetensors are torchtitan's own matter. For torchtitan 0.3.
+torchtitan decides when to save and what; Pannier decides which checkpoint is the newest, and which are
+removed. safetensors are left to torchtitan. For torchtitan 0.3.
 """
 
 import contextlib
@@ -32,16 +32,16 @@ class CheckpointManager(checkpointer.CheckpointManager):
             checkpointer.CheckpointManager.Config.__post_init__(self)
             if self.keep_latest_k:
                 raise ValueError(
-                    f"checkpoint.keep_latest_k={self.keep_latest_k} would remove checkpoints that are newer than "
-                    "the newest committed one: set it to 0, and PANNIER_KEEP_NEWEST (or `pannier coordinator "
-                    f"--keep-newest`) to {self.keep_latest_k}"
+                    f"checkpoint.keep_latest_k={self.keep_latest_k} would remove committed checkpoints while "
+                    "newer ones aren't committed yet: set it to 0, and PANNIER_KEEP_NEWEST (or `pannier "
+                    f"coordinator --keep-newest`) to {self.keep_latest_k}"
                 )
 
     save_future: Any
 
     def __init__(self, config: Config, *, optimizers: Any, **components: Any) -> None:
         super().__init__(config, optimizers=optimizers, **components)
-        # One that is there isn't made, in pinned pages of its own. It is closed at the end.
+        # With a stager set, torchtitan makes none of its own, with pinned memory. It closes this at the end.
         self.stager = contextlib.ExitStack()
         if config.enable:
             for optimizer in optimizers:
@@ -57,7 +57,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> client.SaveHandle | None:
-        """A handle, which is what torchtitan wants in either async mode; None: it is committed."""
+        """Returns a handle, as torchtitan expects in either async mode; None: the save is committed."""
         if to_hf:
             super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
@@ -96,7 +96,8 @@ class CheckpointManager(checkpointer.CheckpointManager):
         return int(step[1])
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        # Saves overlap; torchtitan would wait for the earlier one. Its error is raised all the same.
+        # Hidden from torchtitan, which would wait for the earlier save: saves may overlap. A later call
+        # raises its error.
         earlier, self.save_future = self.save_future, None
         saved = bool(super()._save(curr_step, last_step))
         self.save_future = self.save_future or earlier

@@ -1,4 +1,4 @@
-"""Transformers' ``Trainer`` (and TRL's, Axolotl's, ...) with FSDP2: a callback by which Pannier saves.
+"""Transformers' ``Trainer`` (and TRL's, Axolotl's, ...) with FSDP2: a callback that saves with Pannier.
 
 In: the states that Trainer, through Accelerate, gives to DCP, and the small files that it writes beside them. Out:
 ``<root>/checkpoint-N``, all of them in one commit. Trainer's ``output_dir`` is scratch: its files are taken from
@@ -24,8 +24,8 @@ from pannier.common.locations import absolute
 class PannierCallback(TrainerCallback):
     """For ``Trainer(callbacks=[PannierCallback("gs://bucket/run")])``.
 
-    Trainer must save sharded states: ``fsdp=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}``. All other
-    uses of DCP in this process are as they were.
+    Trainer must save sharded states: ``fsdp=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}``.
+    Other uses of DCP in this process are not affected.
 
     Args:
         root: directory of the checkpoints, a path or a URL.
@@ -36,7 +36,7 @@ class PannierCallback(TrainerCallback):
         self._scratch: ScratchDirectory | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Takes Trainer's calls of DCP from now on. Raises ValueError for settings that can't be kept."""
+        """Handles Trainer's calls of DCP from now on. Raises ValueError for unsupported settings."""
         check_sharded(getattr(AcceleratorState(), "fsdp_plugin", None))
         if keep := args.save_total_limit:
             raise ValueError(
@@ -58,7 +58,7 @@ class PannierCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Stages what Trainer has just saved; the commit follows in the background."""
         scratch, name = self._started(), f"checkpoint-{state.global_step}"
-        # One file per rank has its random state, and all others are the first rank's.
+        # Each rank saves the file with its random state; the first rank saves all other files.
         files = [
             path
             for path in (scratch.directory / name).iterdir()
@@ -86,7 +86,7 @@ class PannierCallback(TrainerCallback):
         if newest is None:
             return None
         name = posixpath.basename(newest)
-        # Of the host's files the first rank writes all but the others' random states.
+        # The first rank of a host writes all files except the random states of the other ranks.
         folder = scratch.restore(
             name, lambda f: self._is_own(f) if _is_random(f) else self._is_first_of_host
         )

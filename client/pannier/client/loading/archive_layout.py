@@ -1,11 +1,11 @@
 """Where the raw bytes of a plain tensor lie in an archive of ``torch.save``.
 
-In: an archive, as a function that reads any part of it, and what ``.metadata`` says is in it. Out:
-dtype, shape, strides and the offset of the first element; None for what isn't a plain tensor in
-this machine's byte order, which ``torch.load`` is to judge. An archive of this torch is known by its
-first and last bytes; of any other, the zip directory and ``data.pkl`` are read, the latter with an
-unpickler that allows the names of plain tensors only. No size or offset in it is trusted.
-Thread-safe.
+In: an archive, as a function that reads any part of it, and what ``.metadata`` has about it. Out:
+dtype, shape, strides and the offset of the first element; None for anything but a plain tensor in
+this machine's byte order, which is left to ``torch.load``. An archive that this version of torch
+wrote is recognised by its first and last bytes; of any other, the zip directory and ``data.pkl`` are
+read, the latter with an unpickler that allows the names of plain tensors only. No size or offset in
+it is trusted. Thread-safe.
 """
 
 import io
@@ -30,12 +30,12 @@ ReadAt = Callable[[int, memoryview], None]
 """Fills a view with the bytes of an archive from an offset on."""
 
 _END_BYTES: Final = 22
-"""The zip format's record at the very end."""
+"""The record at the very end of a zip file."""
 _HEADER_BYTES: Final = 30
 """A member's header in the zip format, without its name and extra fields."""
 _BLOCK_BYTES: Final = 8 << 10
 _MOST_BLOCKS: Final = 32
-"""Of directory and pickle. A plain tensor's fit into two."""
+"""Most blocks of directory and pickle that are read. Those of a plain tensor fit into two."""
 _NATIVE: Final = sys.byteorder.encode()
 _STORAGES: Final = {
     ("torch", f"{name}Storage"): dtype
@@ -133,7 +133,7 @@ class PlainTensor(NamedTuple):
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         flat = torch.frombuffer(content, dtype=self.dtype)
         if flat.data_ptr() % self.dtype.itemsize:
-            # torch writes archives back to back, and doesn't copy complex numbers from odd addresses.
+            # torch writes archives back to back, and doesn't copy complex numbers from unaligned addresses.
             flat = torch.frombuffer(bytearray(content), dtype=self.dtype)
         return flat.view(self.shape) if self.is_dense else flat.as_strided(self.shape, self.strides)
 
@@ -145,7 +145,7 @@ class Expected(NamedTuple):
     head: bytes
     """Its first bytes."""
     end: bytes
-    """Its last bytes; of an empty tensor's archive, which is all head, none."""
+    """Its last bytes; empty for an empty tensor's archive, which is all head."""
 
 
 @lru_cache(maxsize=16384)
@@ -222,7 +222,7 @@ def reading(content: memoryview) -> ReadAt:
 
 
 def unpickle(content: memoryview) -> Any:
-    """What is in an archive, whatever it is, by torch's allow-list. Raises what ``torch.load`` raises."""
+    """Loads any object from an archive, with torch's allow-list. Raises what ``torch.load`` raises."""
     file: Any = _ArchiveFile(reading(content), len(content))
     return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -264,7 +264,7 @@ def _bytes_at(read: ReadAt, offset: int, count: int) -> bytes:
 
 
 class _NotPlainError(Exception):
-    """It isn't a plain tensor, or none in this machine's byte order."""
+    """The archive doesn't hold a plain tensor in this machine's byte order."""
 
 
 def _parse(read: ReadAt, length: int) -> PlainTensor | None:
@@ -364,7 +364,7 @@ class _Unpickler(pickle.Unpickler):
     """Raises _NotPlainError for every name that a plain tensor's pickle hasn't."""
 
     def persistent_load(self, pid: Any) -> _Storage:
-        """A storage, by which record it is in."""
+        """A storage, with the key of its record in the archive."""
         kind, dtype, key, _device, count = pid[:5]
         if kind != "storage" or type(key) is not str or type(count) is not int:
             raise IntegrityError(f"its pickle refers to {pid!r:.120}")

@@ -47,12 +47,13 @@ _Out = TypeVar("_Out")
 _PARALLEL: Final = 16
 _SHOWN: Final = 5
 _LEVELS: Final = 4
-"""Directories above a checkpoint that may be the root of a pattern that matches it."""
+"""Levels of directories above a checkpoint that are searched for the record of its retention."""
 _NUMBER: Final = re.compile(r"(\d+)")
 _RECORDS: Final = object_names.attempts_prefix().rstrip("/")
 
-Begun: TypeAlias = Mapping[str, float] | None
-"""When each incarnation wrote its first manifest; None: its number orders it. See :func:`incarnations_begun`."""
+IncarnationStarts: TypeAlias = Mapping[str, float] | None
+"""When each incarnation wrote its first manifest; None: its number orders it.
+See :func:`incarnation_start_times`."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def list_checkpoints(
         below = open_dir(root, storage_options)
         places = directories(below, wanted)
         attempts = attempts_of(places)
-        begun = incarnations_begun(places, attempts, wanted)
+        begun = incarnation_start_times(places, attempts, wanted)
         found = _each(lambda each: _read_info(*each), list(zip(places, attempts, strict=True)))
     return [
         dataclasses.replace(each, step=_step(below, each, wanted))
@@ -105,7 +106,7 @@ def newest(root: StorageDir, pattern: Pattern = CHILDREN) -> CheckpointInfo | No
     """
     places = directories(root, pattern)
     attempts = attempts_of(places)
-    begun = incarnations_begun(places, attempts, pattern)
+    begun = incarnation_start_times(places, attempts, pattern)
     ours = [
         (max(order_key(each, begun) for each in found), found, directory)
         for found, directory in zip(attempts, places, strict=True)
@@ -128,20 +129,20 @@ def newest(root: StorageDir, pattern: Pattern = CHILDREN) -> CheckpointInfo | No
     )
 
 
-def order_key(attempt: object_names.Attempt, begun: Begun) -> tuple[Any, ...]:
-    """As :func:`~pannier.wire.object_names.order_key`. What has no manifest yet is newest."""
+def order_key(attempt: object_names.Attempt, begun: IncarnationStarts) -> tuple[Any, ...]:
+    """As :func:`~pannier.wire.object_names.order_key`. An incarnation without a manifest is the newest."""
     began = None if begun is None else begun.get(attempt.incarnation, math.inf)
     return object_names.order_key(attempt, began)
 
 
-def incarnations_begun(
+def incarnation_start_times(
     places: Sequence[StorageDir],
     attempts: Sequence[Sequence[object_names.Attempt]],
     pattern: Pattern,
-) -> Begun:
-    """When each incarnation began, where the pattern's checkpoints lie in several directories.
+) -> IncarnationStarts:
+    """When each incarnation began; None if all checkpoints of the pattern are in one directory.
 
-    One request or few more per incarnation. Raises StorageError.
+    Makes one request or a few per incarnation. Raises StorageError.
 
     Args:
         attempts: at each of ``places``.
@@ -161,7 +162,7 @@ def incarnations_begun(
 def _began(attempts: Sequence[tuple[int, StorageDir, str]]) -> float:
     """When the first of an incarnation's attempts was planned, by the store's clock.
 
-    Where no manifest is left, there is no intact checkpoint: then, when the first was decided.
+    Without any manifest there is no intact checkpoint: then it is the time of the first decision.
     """
     first_come = sorted(attempts, key=lambda each: each[0])
     for record in (object_names.manifest, object_names.decision):
@@ -174,9 +175,9 @@ def _began(attempts: Sequence[tuple[int, StorageDir, str]]) -> float:
 
 
 def _order(
-    info: CheckpointInfo, begun: Begun
+    info: CheckpointInfo, begun: IncarnationStarts
 ) -> tuple[bool, tuple[Any, ...], float, list[tuple[int, str]]]:
-    """Sort key, oldest first. Copies of a checkpoint have the same attempt: by time."""
+    """Sort key, oldest first. Copies of a checkpoint, which have the same attempt, are ordered by time."""
     by_attempt: tuple[Any, ...] = (
         (info.committed_at,)
         if info.attempt is None
@@ -206,7 +207,7 @@ def attempts_at(directory: StorageDir) -> list[object_names.Attempt]:
 
 
 def attempts_of(directories: Sequence[StorageDir]) -> list[list[object_names.Attempt]]:
-    """Those of each checkpoint directory, newest first. Raises StorageError."""
+    """The attempts at each checkpoint directory, newest first. Raises StorageError."""
     return _each(attempts_at, directories)
 
 
@@ -222,14 +223,14 @@ def committed_attempt(directory: StorageDir) -> object_names.Attempt | None:
 def find_commit(directory: StorageDir) -> records_pb2.Decision | None:
     """The COMMIT of the checkpoint in a directory; None: Pannier didn't write it.
 
-    Raises MissingError when there is none, StorageError, IntegrityError.
+    Raises MissingError when there is no checkpoint, StorageError, IntegrityError.
     """
     found = directory.stat(object_names.METADATA)
     return _find_committed(directory, attempts_at(directory), found)
 
 
 def directories(root: StorageDir, pattern: Pattern = CHILDREN) -> list[StorageDir]:
-    """Those below a root that may be checkpoints. Raises StorageError.
+    """The directories below a root that may be checkpoints. Raises StorageError.
 
     Lists the root, and of each level below only the directories that the pattern's beginning matches.
     """
@@ -270,7 +271,7 @@ def _each(function: Callable[[_In], _Out], items: Sequence[_In]) -> list[_Out]:
 def _read_info(
     directory: StorageDir, attempts: Sequence[object_names.Attempt]
 ) -> CheckpointInfo | None:
-    """The checkpoint in a directory, if there is one.
+    """The checkpoint in a directory, if there is one; None also once its removal has begun.
 
     Args:
         attempts: from :func:`attempts_at`.
@@ -281,6 +282,8 @@ def _read_info(
     except MissingError:
         return None
     name = committed.attempt if committed is not None else None
+    if name is not None and directory.find(object_names.removal_mark(name)) is not None:
+        return None
     return CheckpointInfo(directory.url, found.modified, name)
 
 
@@ -362,7 +365,7 @@ def check_not_removed(directory: StorageDir, attempt: str) -> None:
 
 
 def _signed(mark: bytes) -> str:
-    """What removes it, why and on which host, from the mark."""
+    """What removes the checkpoint, and on which host, from the mark; empty: not known."""
     signed = _parse(mark)
     if "reason" not in signed or "by" not in signed:
         return ""

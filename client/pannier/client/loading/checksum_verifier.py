@@ -26,7 +26,7 @@ _OWNER: Final = re.compile(r"_(\d+)_[a-z0-9]+\.distcp")
 _ADVICE: Final = "`pannier verify` lists all damaged files"
 
 Wanted = Collection[str] | Callable[[str], bool]
-"""Names of extra files that must be there, or which are wanted of those that are there."""
+"""Names of extra files, which must exist; or a function that returns whether an existing one is wanted."""
 
 
 class Receipts:
@@ -201,7 +201,7 @@ class ChecksumVerifier:
             yield from _between(name, done, self._files[name].size)
 
     def update(self, each: Range, content: memoryview) -> None:
-        """Takes the bytes of the next of :meth:`cover`. Raises IntegrityError at the end of a damaged file."""
+        """Adds the bytes of :meth:`cover`'s next read. Raises IntegrityError at a damaged file's end."""
         name, done, checksum = self._at
         if name != each.file:
             name, done, checksum = each.file, 0, 0

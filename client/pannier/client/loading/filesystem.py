@@ -148,7 +148,7 @@ class StorageDir:
 
     @shielded
     def check_bucket(self) -> None:
-        """Raises StorageError when not only the directory is missing, but its bucket."""
+        """Raises StorageError when the bucket doesn't exist, not only the directory."""
         if self.is_local:
             return
         try:
@@ -305,7 +305,7 @@ def as_torch(url: str) -> str | Path:
 
 def _gcs_class(options: dict[str, Any]) -> Any:
     """gcsfs' class. Adds to ``options`` what it needs."""
-    # Before the import: otherwise each first use asks for the bucket's layout over gRPC.
+    # Set before the import: otherwise gcsfs asks for a bucket's layout over gRPC at its first use.
     os.environ.setdefault(_LAYOUT_LOOKUP, "false")
     import aiohttp
     import gcsfs

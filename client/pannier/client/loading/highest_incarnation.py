@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _seen: dict[str, int] = {}
-"""By root; without those that :func:`take` has returned."""
+"""By root; without those that :func:`pop` has returned."""
 
 
-def look(root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> int | None:
+def read(root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> int | None:
     """The number, read from storage by the first call; None: it can't be listed.
 
     Raises InvalidRequestError, ConfigurationError: the root can't be read at all.
@@ -48,7 +48,7 @@ def look(root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
     return number
 
 
-def recall(root: str | os.PathLike[str]) -> int | None:
+def known(root: str | os.PathLike[str]) -> int | None:
     """The number if it is known; doesn't read storage."""
     with _lock:
         return _seen.get(_key(root))
@@ -61,14 +61,14 @@ def remember(root: str | os.PathLike[str], number: int | None) -> None:
             _seen.setdefault(_key(root), number)
 
 
-def take(root: str) -> int | None:
-    """The number, for the incarnation that is to save there; None: nothing was read there."""
+def pop(root: str) -> int | None:
+    """Returns and forgets the number, for the incarnation that is to save there; None: there is none."""
     with _lock:
         return _seen.pop(_key(root), None)
 
 
 def root_of(checkpoint_id: str) -> str:
-    """The root of a checkpoint that is read, in any directory."""
+    """The directory above a checkpoint that is read."""
     scheme, separator, path = absolute(checkpoint_id).rpartition("://")
     # Above a bucket there is nothing.
     return f"{scheme}{separator}{posixpath.dirname(path) or path}"

@@ -2,10 +2,11 @@
 
 In: the read items of each range of a data file. Out: reads for
 :mod:`pannier.client.loading.range_reader`; with their bytes, tensors and objects are handed to the
-planner. The raw bytes of a large plain tensor go straight into the planner's tensor where that has
-their dtype and order; else through buffers of a bounded size. Small archives are read together and
-whole, as is what isn't a plain tensor: that is unpickled. Planners are called by one thread. Errors
-name the item, the file and the bytes. Blocking; for one load of one rank.
+planner. The raw bytes of a large plain tensor go straight into the planner's tensor if that has
+their dtype and order; else they go through buffers of a bounded size. Small archives are read
+together and whole. Archives of anything but plain tensors are also read whole, and unpickled.
+Planners are called by one thread. Errors name the item, the file and the bytes. Blocking; for one
+load of one rank.
 """
 
 import io
@@ -55,13 +56,14 @@ class ItemLoader:
         self._planner = planner
         self._sources = sources
         # Another planner may hand out the same memory again, once it is committed.
-        self._in_turn = any(
+        self._one_at_a_time = any(
             getattr(type(planner), name, None) is not getattr(DefaultLoadPlanner, name)
             for name in _TARGETS
         )
         self._targets = TargetMemory()
-        self._unproven: dict[Range, Expected] = {}
-        """Archives whose first bytes are read and compared with the others: requests of their own would take long."""
+        self._unverified_archives: dict[Range, Expected] = {}
+        """Expected archives of which no byte was compared yet. Their heads are read with the data, since
+        separate requests would take long."""
         self._copies: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         """Items, targets and sources, to be copied together."""
 
@@ -93,7 +95,7 @@ class ItemLoader:
         sources = self._sources
         expected = archive_layout.expect_item(self._metadata, source.length, item)
         if expected is not None and not sources.is_near(source.file):
-            self._unproven[source] = expected
+            self._unverified_archives[source] = expected
             return expected.tensor
         try:
             return archive_layout.find_tensor(
@@ -105,7 +107,7 @@ class ItemLoader:
     def reads(
         self, items: Mapping[Range, Sequence[ReadItem]], tensors: Mapping[Range, PlainTensor | None]
     ) -> Iterator[Read | None]:
-        """What to read, in the order of ``items``; calls the planner as it is taken.
+        """The reads, in the order of ``items``; calls the planner while they are taken.
 
         Args:
             items: by range, sorted by file and offset.
@@ -115,7 +117,7 @@ class ItemLoader:
             tensor = tensors.get(source)
             if tensor is None:
                 yield Read(source, self._user_of_archive(source, held))
-            elif self._in_turn:
+            elif self._one_at_a_time:
                 for item in held:
                     yield None
                     yield from self._tensor_reads(source, tensor, [item])
@@ -126,8 +128,8 @@ class ItemLoader:
         self, source: Range, items: Sequence[ReadItem]
     ) -> Callable[[memoryview], None]:
         targets = {}
-        if not self._in_turn:
-            # Before later tensors are read: into the same memory, perhaps.
+        if not self._one_at_a_time:
+            # Resolved before later tensors are read, which may go into the same memory.
             for number, item in enumerate(items):
                 if item.type is not LoadItemType.BYTE_IO:
                     targets[number] = self._planner.resolve_tensor(item).detach()
@@ -139,13 +141,13 @@ class ItemLoader:
     ) -> Iterator[Read | None]:
         targets: dict[int, torch.Tensor] = {}
         reads = self._reads_of(source, tensor, items, targets)
-        expected = self._unproven.get(source)
+        expected = self._unverified_archives.get(source)
         if expected is None:
             yield from reads
             return
         head = bytearray(len(expected.head))
         yield self._head_read(source, memoryview(head))
-        # One behind: whether a read is the last one shows when there is no other.
+        # Yields one read behind, to recognise the last one: it loads an archive of another layout.
         waiting: list[Read | None] = []
         for each in reads:
             yield from (each and _if_equal(head, expected.head, each) for each in waiting)
@@ -172,7 +174,7 @@ class ItemLoader:
     def _load_unexpected(
         self, source: Range, items: Sequence[ReadItem], targets: Mapping[int, torch.Tensor]
     ) -> None:
-        """An archive of another layout, though of the same length; nothing of it was committed."""
+        """Loads an archive of the expected length but of another layout; none of it was committed."""
         content = np.empty(source.length, np.uint8).data
         self._sources.read_into(source.file, source.offset, content)
         self._load(source, content, items, targets)
@@ -241,7 +243,7 @@ class ItemLoader:
         most = tensor.span
         if all(is_divisible(part.target) for part in parts):
             most = self._sources.request_bytes(source.file)
-            if (expected := self._unproven.get(source)) is not None:
+            if (expected := self._unverified_archives.get(source)) is not None:
                 most = max(1, most - len(expected.head))
         blocks = list(tensor.blocks(most))
         for number, (at, block) in enumerate(blocks, 1):
@@ -279,7 +281,7 @@ class ItemLoader:
         items: Sequence[ReadItem],
         targets: Mapping[int, torch.Tensor],
     ) -> None:
-        """``targets``: by the item's position; without, the planner is asked for them now."""
+        """``targets``: by the item's position; the planner is asked now for those that are missing."""
         tensor: torch.Tensor | None = None
         for number, item in enumerate(items):
             if item.type is LoadItemType.BYTE_IO:
@@ -294,7 +296,7 @@ class ItemLoader:
             if target is None:
                 target = self._planner.resolve_tensor(item).detach()
             self._check(item, target, value.dtype, value.shape, value.layout)
-            if not self._in_turn and is_divisible(target) and is_divisible(value):
+            if not self._one_at_a_time and is_divisible(target) and is_divisible(value):
                 self._copies.append((item, target, value))
                 continue
             target.copy_(value)
@@ -397,7 +399,7 @@ class _Part:
         )
 
     def fill(self, value: torch.Tensor, at: Sequence[int]) -> None:
-        """Copies what ``value``, which lies at ``at`` of the stored tensor, has of this part."""
+        """Copies the elements of this part that ``value``, which lies at ``at`` of the stored tensor, has."""
         mine, theirs, sizes = [], [], []
         for own, length, start, size in zip(
             self.item.storage_offsets, self.item.lengths, at, value.shape, strict=False
@@ -415,7 +417,7 @@ class _Part:
 def _if_equal(
     found: bytearray, wanted: bytes, read: Read, otherwise: Callable[[], None] = lambda: None
 ) -> Read:
-    """The read, which is used only if the bytes before it are as wanted."""
+    """The read, whose bytes are used only if ``found`` equals ``wanted``; else calls ``otherwise``."""
     return read._replace(use=lambda content: read.use(content) if found == wanted else otherwise())
 
 

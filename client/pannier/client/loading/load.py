@@ -48,19 +48,20 @@ Reporting = Callable[[LoadProgress], contextlib.AbstractContextManager[None]]
 """Reports a load to operators as long as the context lasts."""
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes)
-"""Types of objects that take no tensor."""
+"""Types of values into which a stored tensor can't be loaded."""
 _NOT_STATEFUL: Final = (torch.Tensor, torch.nn.Parameter, DTensor, dict, *_PLAIN)
-"""Types of values that load nothing themselves."""
+"""Common types that are not ``Stateful``."""
 _NEVER: Final = 2**31 - 1
-"""A threshold of the garbage collector."""
+"""Threshold of a generation that the garbage collector never collects."""
 _recent_s: Final[collections.deque[float]] = collections.deque(maxlen=RECENT)
 
 
-class _FullCollections:
-    """Puts off full garbage collections while a thread is in its context; young objects are collected as ever.
+class _FullGcPause:
+    """Suspends full garbage collections while a thread is in its context; young objects are still collected.
 
-    What is planned for tens of thousands of tensors is kept: the collector would look at all objects of the
-    process again and again, which takes as long as the rest of such a load. Thread-safe.
+    Plans for tens of thousands of tensors create objects that stay alive: because of them the collector would
+    traverse all objects of the process again and again, which takes as long as the rest of such a load.
+    Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -84,11 +85,11 @@ class _FullCollections:
                 gc.set_threshold(young, middle, self._threshold)
 
 
-_full_collections: Final = _FullCollections()
+_full_gc_pause: Final = _FullGcPause()
 
 
 def recent_seconds() -> list[float]:
-    """What the last loads of this process took that succeeded on all ranks, for advice on how often to save."""
+    """Durations of this process's last loads that succeeded on all ranks, for advice on how often to save."""
     return list(_recent_s)
 
 
@@ -104,18 +105,18 @@ def load(
     verify: bool = False,
     timeout: float | None = None,
     extra_files: Wanted = (),
-    before: Callable[[], None] = lambda: None,
+    raise_unretrieved: Callable[[], None] = lambda: None,
     sharing: Sharing | None = None,
     reporting: Reporting = lambda _: contextlib.nullcontext(),
-    finish: Finish | None = None,
+    finish_ingested: Finish | None = None,
 ) -> LoadResult:
     """See :func:`pannier.client.load`.
 
     Args:
-        before: called first; what it raises is raised on all ranks.
+        raise_unretrieved: called first; what it raises is raised on all ranks.
         sharing: reads through this host's sidecars what they have; None: all is read from storage.
-        reporting: shows operators how far it is.
-        finish: waits for a save of the checkpoint that isn't committed yet.
+        reporting: reports the load's progress to operators.
+        finish_ingested: waits for a save of the checkpoint that isn't committed yet.
     """
     began = time.monotonic()
     if not isinstance(state_dict, dict):
@@ -135,7 +136,7 @@ def load(
             raise InvalidRequestError(
                 f"extra_files={extra_files!r}: give a collection of names, as [{extra_files!r}]"
             )
-        before()
+        raise_unretrieved()
         reader = _reader(checkpoint_id, storage_reader)
         if verify:
             reader.verify_once()
@@ -145,8 +146,9 @@ def load(
 
     named = _described(checkpoint_id, storage_reader)
     timeout_s = timeouts.LOAD_S
-    # A refused one is raised once the call is counted, on all ranks: so the next load is in step.
-    with contextlib.suppress(InvalidRequestError, TypeError):
+    # An invalid time-out is raised by ``make``, on all ranks and after the call is counted: so the ranks'
+    # next loads stay in step.
+    with contextlib.suppress(InvalidRequestError):
         timeout_s = timeout_s if timeout is None else check_timeout(timeout)
     ranks = LoadRanks(
         process_group,
@@ -160,11 +162,11 @@ def load(
         checkpoint_id=named,
     )
     ranks.show_waits(progress.waiting)
-    with _full_collections, _tracked(progress, reporting), ranks:
+    with _full_gc_pause, _tracked(progress, reporting), ranks:
         reader = _make_readers(ranks, make)
         try:
             progress.begin(load_progress.RESOLVING)
-            progress.describe(load=_share_metadata(ranks, reader, timeout_s, finish))
+            progress.describe(load=_share_metadata(ranks, reader, timeout_s, finish_ingested))
             read = _fill(ranks, state_dict, reader, _wrap_for_xla(planner), progress, extra_files)
             result = dataclasses.replace(
                 _finish(ranks, reader, progress, began), attempt=reader.attempt, extra_files=read
@@ -181,14 +183,14 @@ def load(
 
 
 def _described(checkpoint_id: str | os.PathLike[str] | None, storage_reader: object) -> str:
-    """For messages: arguments aren't checked yet."""
+    """The checkpoint, for messages: the arguments aren't checked yet."""
     if checkpoint_id is None and isinstance(storage_reader, StorageReader):
         return storage_reader.checkpoint_id
     return "a checkpoint" if checkpoint_id is None else str(checkpoint_id)
 
 
 def _make_readers(ranks: LoadRanks, make: Callable[[], StorageReader]) -> StorageReader:
-    """This rank's reader; all ranks' are of the same checkpoint."""
+    """Makes this rank's reader, after a check that all ranks load the same checkpoint."""
     made: list[StorageReader] = []
 
     def checkpoint_id() -> str:
@@ -206,7 +208,7 @@ def _make_readers(ranks: LoadRanks, make: Callable[[], StorageReader]) -> Storag
 
 @contextlib.contextmanager
 def _tracked(progress: LoadProgress, reporting: Reporting) -> Iterator[None]:
-    """Reports this block, and how it ends."""
+    """Reports the load as long as this block runs, and how it ends."""
     with reporting(progress):
         try:
             yield
@@ -217,7 +219,7 @@ def _tracked(progress: LoadProgress, reporting: Reporting) -> Iterator[None]:
 
 
 def _share_metadata(
-    ranks: LoadRanks, reader: StorageReader, timeout_s: float, finish: Finish | None
+    ranks: LoadRanks, reader: StorageReader, timeout_s: float, finish_ingested: Finish | None
 ) -> str:
     """Reads ``.metadata`` on the first rank, and the highest incarnation at its root before it.
 
@@ -226,7 +228,7 @@ def _share_metadata(
     root = highest_incarnation.root_of(reader.checkpoint_id)
 
     def read() -> tuple[bytes, int | None, str]:
-        incarnation = highest_incarnation.look(root, reader.storage_options)
+        incarnation = highest_incarnation.read(root, reader.storage_options)
         return resolve(), incarnation, reader.load_id
 
     def resolve() -> bytes:
@@ -235,9 +237,13 @@ def _share_metadata(
                 return reader.resolve()
         except MissingError as error:
             began = time.monotonic()
-            # Which has its own deadline.
+            # ``finish_ingested`` has its own deadline.
             with ranks.showing_progress(METADATA, lambda: f"{time.monotonic() - began:.0f} s"):
-                problem = finish(reader.directory, timeout_s) if finish is not None else None
+                problem = (
+                    finish_ingested(reader.directory, timeout_s)
+                    if finish_ingested is not None
+                    else None
+                )
             if problem is None:
                 raise
             if problem:
@@ -262,8 +268,8 @@ def _fill(
 ) -> dict[str, bytes]:
     """Fills the state in the steps of ``dcp.load``, with the same calls of planner and reader; returns the extra files.
 
-    torch's own function would have each rank wait in its collectives for the others, without names, for
-    its own time, also once one of them has failed.
+    With torch's own function each rank would wait in collectives, even after another rank has failed, until a
+    time-out that doesn't name the missing ranks.
     """
     planner = DefaultLoadPlanner() if planner is None else planner
     values: dict[str, Any] = {}
@@ -283,7 +289,7 @@ def _fill(
             reader.set_up_storage_reader(metadata, ranks.is_first)
             local = planner.create_local_plan()
         except ValueError as error:
-            if problem := _misfit(values, metadata):
+            if problem := _unclear_mismatch(values, metadata):
                 raise InvalidRequestError(problem) from error
             raise
         return reader.prepare_local_plan(local)
@@ -311,7 +317,7 @@ def _fill(
 
 
 def _is_stateful(value: object) -> TypeGuard[Stateful]:
-    # Of a protocol, isinstance looks at all attributes of a type, 50 of them for a tensor.
+    # isinstance with a protocol looks at many attributes of a type, 50 of them for a tensor.
     return type(value) not in _NOT_STATEFUL and isinstance(value, Stateful)
 
 
@@ -326,8 +332,8 @@ def _tensors(container: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor
             yield from _tensors(value, name)
 
 
-def _misfit(values: dict[str, Any], metadata: Metadata) -> str:
-    """What DCP's planner refuses without a clear word; empty: it isn't that."""
+def _unclear_mismatch(values: dict[str, Any], metadata: Metadata) -> str:
+    """Why a stored tensor can't be loaded, where DCP's own error is unclear; empty: another cause."""
     flat, _ = torch_compat.flatten_state_dict(values)
     for key, value in flat.items():
         stored = metadata.state_dict_metadata.get(key)
@@ -352,7 +358,7 @@ def _misfit(values: dict[str, Any], metadata: Metadata) -> str:
 def _finish(
     ranks: LoadRanks, reader: StorageReader, progress: LoadProgress, began: float
 ) -> LoadResult:
-    """What all ranks have read."""
+    """The result of the load, from what all ranks have read."""
 
     def counts() -> ReadCounts:
         found = progress.counts()

@@ -23,7 +23,7 @@ from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, StorageError
 
 _MOST_REPLACEMENTS: Final = 10
-"""Commits in a row while ``.metadata`` is read."""
+"""After so many commits in a row while ``.metadata`` is read, reading it fails."""
 
 
 class Generation(NamedTuple):
@@ -75,7 +75,7 @@ def read_leased(
 
     Raises:
         StorageError: as :func:`fetch_metadata`.
-        InvalidRequestError: it is no DCP checkpoint's, or not safe to unpickle, or can't be
+        InvalidRequestError: it is not that of a DCP checkpoint, or not safe to unpickle, or can't be
             verified, because Pannier didn't write it.
         IntegrityError: it is not what was committed; where the decision can't be read, only with
             ``verify``.
@@ -108,10 +108,13 @@ def _take_lease(
     check: Callable[[], None],
     take: Callable[[], read_lease.Lease | None],
 ) -> tuple[bool, read_lease.Lease | None]:
-    """Whether ``.metadata`` is still the one with ``stamp``, under a lease; without one it need not be.
+    """Takes a lease; returns whether ``.metadata`` is still the one with ``stamp``.
+
+    Without a lease that is not checked.
 
     Args:
-        check: raises unless what was read is whole; beside ``take``, since both wait for storage.
+        check: raises unless the ``.metadata`` that was read is the committed one. Runs in parallel with
+            ``take``, since both wait for storage.
     """
     leases: list[read_lease.Lease] = []
 
@@ -139,7 +142,10 @@ def _take_lease(
 
 
 def _together(*calls: Callable[[], Any]) -> list[Any]:
-    """What the calls return, made beside each other, as each waits for storage; raises the first error when all have ended."""
+    """Makes the calls in parallel, since each waits for storage; returns their results.
+
+    Raises the first error, once all calls have ended.
+    """
     return in_parallel(lambda call: call(), calls, threads=len(calls))
 
 

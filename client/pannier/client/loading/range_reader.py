@@ -37,7 +37,7 @@ _PIECES_AHEAD: Final = 4
 _SHOWN: Final = 3
 """Keys that an error names."""
 GAP_BYTES: Final = 4096
-"""Ranges no farther apart are read together: the largest gap of alignment between archives."""
+"""Ranges that are at most this far apart are read together: the largest alignment gap between archives."""
 
 
 class Range(NamedTuple):
@@ -59,7 +59,7 @@ class Read(NamedTuple):
 
     range: Range
     use: Callable[[memoryview], None]
-    """Called by the reader's caller with the bytes, which stay there until the next ones are taken."""
+    """Called by the caller of :func:`read_ranges` with the bytes, which stay valid until it takes more."""
     target: memoryview | None = None
     """Memory of the range's length, kept alive by ``use``; None: a buffer of the reader's."""
 
@@ -127,7 +127,7 @@ class _Run:
 
     @property
     def count(self) -> int:
-        """Of its pieces."""
+        """Number of its pieces."""
         shift = self._shift
         return -(-(self.end - shift) // PIECE_BYTES) - (self.offset - shift) // PIECE_BYTES
 
@@ -141,7 +141,7 @@ class _Run:
 
     @property
     def _shift(self) -> int:
-        """Pieces end so far behind multiples of PIECE_BYTES, which blocks with checksums end at."""
+        """Distance of the pieces' ends from multiples of PIECE_BYTES, where blocks with checksums end."""
         return 0 if self.in_blocks else self.offset % PIECE_BYTES
 
     def is_done(self) -> bool:
@@ -155,7 +155,7 @@ class _Run:
 
 
 class _DirectReads:
-    """Reads into the caller's memory, of which none is under way when it is closed."""
+    """Counts reads into the caller's memory, so that none is under way once it is closed."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -167,7 +167,7 @@ class _DirectReads:
         """Around a read of the file."""
         with self._changed:
             if self._closed:
-                raise StorageError(f"{name} isn't read any more")
+                raise StorageError(f"reading {name} was cancelled: the load has ended")
             self._count += 1
         try:
             yield
@@ -184,7 +184,7 @@ class _DirectReads:
 
 
 class _Request:
-    """What a thread reads: one piece of a run, or neighbours in a block that several runs share."""
+    """What a thread reads at once: one piece of a run, or neighbouring pieces of several runs in a block."""
 
     def __init__(self, file: str, block: int) -> None:
         self.file = file
@@ -218,7 +218,7 @@ class _Requests:
         self._pool = pool
         self._source = source
         self._open: _Request | None = None
-        """Which the next run's first piece may join."""
+        """The request that the next run's first piece may join."""
 
     def start(self, run: _Run) -> None:
         for start, end in run.pieces():
@@ -254,7 +254,7 @@ class _Buffers:
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[memoryview]] = defaultdict(list)
-        """By their usual size; longer ones are not kept: they would add up beside the limit of memory."""
+        """By their usual size; longer ones are not kept: they would add up beyond the limit of memory."""
 
     def take(self, size: int, usual: int) -> memoryview:
         """Uninitialised memory, unlike a bytearray, which would be written twice."""
@@ -283,7 +283,8 @@ def read_ranges(
 
     Args:
         source: of the bytes.
-        reads: taken as memory and threads become free; None: not before all earlier reads were used.
+        reads: taken as memory and threads become free; a None holds back later reads until all earlier
+            ones were used.
         threads: requests at the same time.
         memory_bytes: most memory for reads without a target, unless a single one is longer.
         request_bytes: neighbouring reads of a file are made together up to this size.
@@ -301,7 +302,7 @@ def read_ranges(
     started = _Requests(pool, source)
 
     def fill() -> list[_Run]:
-        """Takes what may be started. By the caller's thread: it may run the user's planner."""
+        """Takes the runs that may be started; in the caller's thread, since it may run the user's planner."""
         first = len(window)
         held, requests = sum(r.buffered for r in window), sum(r.count for r in window)
         while runs.has_next():
@@ -323,9 +324,9 @@ def read_ranges(
         return list(window)[first:]
 
     def advance(fresh: Sequence[_Run]) -> int:
-        """Starts what is new, and waits for the first run; the number of runs that are done.
+        """Starts new runs, and waits for the first of the window; returns how many of it are done.
 
-        At most a part of the window, so that threads read while these are used.
+        That is at most a part of the window, so that threads read while the caller uses it.
         """
         for run in fresh:
             started.start(run)
@@ -358,8 +359,8 @@ def _end(pool: ThreadPoolExecutor, direct: _DirectReads | None = None) -> None:
     """Ends the threads; an interrupt ends the wait for them.
 
     Args:
-        direct: their reads into the caller's memory: none is under way any more when this returns, or
-            raises what interrupted it.
+        direct: their reads into the caller's memory, none of which is under way any more when this
+            returns or raises the interrupt.
     """
     interrupt: BaseException | None = None
     try:
@@ -390,7 +391,7 @@ def in_parallel(
 
 
 class _Runs:
-    """What is to be read next, made from the reads as it is asked for."""
+    """The runs to be read next, made from the reads on demand."""
 
     def __init__(
         self,

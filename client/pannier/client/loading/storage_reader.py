@@ -137,7 +137,7 @@ class StorageReader(storage.StorageReader):
 
     @property
     def host(self) -> str:
-        """Name of this host, as its sidecar has it where ranks share what they read."""
+        """Name of this host; if ranks share what they read, as its sidecar reports it."""
         return self._load.sharing.host if self._load.sharing is not None else socket.gethostname()
 
     @property
@@ -184,7 +184,7 @@ class StorageReader(storage.StorageReader):
     def release(self) -> None:
         """Ends the lease: the files may be removed when the checkpoint is replaced.
 
-        The spool may use the files again that were read there.
+        Also closes files in the spool, which the sidecar may then reuse.
         """
         sources, self._load.sources = self._load.sources, None
         if sources is not None:
@@ -240,7 +240,7 @@ class StorageReader(storage.StorageReader):
 
         Raises:
             StorageError: there is no checkpoint, or it can't be read.
-            InvalidRequestError: it is no DCP checkpoint's, or not safe to unpickle.
+            InvalidRequestError: it is not that of a DCP checkpoint, or not safe to unpickle.
         """
         rank = kwargs.get("rank")
         name = object_names.METADATA if rank is None else f"__{rank}{object_names.METADATA}"
@@ -282,9 +282,9 @@ class StorageReader(storage.StorageReader):
         self._load.progress.begin(load_progress.PLANNING)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Adds to the plan the generation of ``.metadata``, and what ranks share."""
+        """Adds to the plan the generation of ``.metadata``, and what this rank needs and can share."""
         needs = None
-        if self._shares:
+        if self._may_share:
             assert self._load.sharing is not None
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
             name = LoadName(self._load.id, self.checkpoint_id, self._load.attempt, rank)
@@ -402,23 +402,24 @@ class StorageReader(storage.StorageReader):
                 loader.copy_gathered()
 
     @property
-    def _shares(self) -> bool:
-        """Whether ranks share what they read: not what each has at hand, nor what is to be verified in storage."""
+    def _may_share(self) -> bool:
+        """Whether ranks share what they read; not if storage is local, or is to be verified."""
         return (
             self._load.sharing is not None
             and self._load.sharing.together
             and not self._load.verify
             and self._load.generation is not None
             and not self._directory.is_local
-            # Sidecars read storage by their own options: bytes of an attempt are known by their checksums.
+            # Sidecars read storage with their own options; the checksums of an attempt show whether the bytes
+            # are the same.
             and bool(self._load.attempt or self._options is None)
         )
 
     def _local_files(self, files: Sequence[str]) -> Mapping[str, LocalFile]:
-        """Those of the files that this host's spool has; none where storage is to be verified."""
+        """The files among these that this host's spool has; none if storage is to be verified."""
         if self._load.sharing is None or not self._load.attempt or self._load.verify:
             return {}
-        if self._shares:
+        if self._may_share:
             return self._load.sharing.local_files
         return self._load.sharing.locate(self._load.attempt, files)
 

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 _UNDIVIDED: Final = ("xla",)
-"""Devices to which a tensor is copied at once."""
+"""Devices to which a tensor must be copied as a whole."""
 
 
 class TargetMemory:
@@ -19,10 +19,10 @@ class TargetMemory:
 
     def __init__(self) -> None:
         self._places: list[tuple[int, int]] = []
-        """Start and end of each, sorted; they don't overlap."""
+        """Start and end address of each, sorted and disjoint."""
 
     def add(self, target: torch.Tensor) -> bool:
-        """False where it overlaps with one before, as tied weights do."""
+        """Adds a target; False if it overlaps with an earlier one, as tied weights do."""
         start, end = _extent(target)
         first = bisect(self._places, (start,))
         if first and self._places[first - 1][1] > start:
@@ -36,7 +36,7 @@ class TargetMemory:
         return not overlapping
 
     def start_again(self, target: torch.Tensor) -> None:
-        """All earlier reads were used; ``target`` is the first of the next ones."""
+        """Forgets earlier targets, whose reads were used; ``target`` is the first of the next ones."""
         self._places.clear()
         self.add(target)
 

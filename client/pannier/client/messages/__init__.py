@@ -1,1 +1,1 @@
-"""What the client says to people: log lines on stderr, the line of a save, where errors end."""
+"""Human-readable output of the client: log lines on stderr, a line per save and load, short tracebacks."""

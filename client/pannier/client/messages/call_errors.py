@@ -1,8 +1,8 @@
-"""Errors of Pannier end where the user's call is: its traceback shows the caller's line and the message.
+"""Shortens tracebacks of Pannier's errors to the caller's line and the message.
 
-In: the functions and methods that users call. Out: the same, whose PannierErrors have lost the frames
-and causes inside the package; these are logged at level DEBUG. Exceptions of the user's own code
-pass as they are, and stay the cause of a LoadError. No state; any thread.
+In: the functions and methods that users call. Out: the same functions, whose PannierErrors have no
+frames and causes from inside the package; these are logged at level DEBUG. Exceptions of the user's
+own code pass unchanged, and remain the cause of a LoadError. No state; any thread.
 """
 
 import functools
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 def at_call(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``function``, whose errors begin at the call of it."""
+    """Wraps ``function``, so that tracebacks of its PannierErrors end at the call."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -28,7 +28,8 @@ def at_call(function: Callable[_P, _T]) -> Callable[_P, _T]:
             _log.debug("%s failed", function.__qualname__, exc_info=True)
             shown = error
         try:
-            # Outside the handler, whose exception would be the context; the caller's own still is.
+            # Outside the except block, whose exception would become the context. One that the caller is
+            # handling still becomes it.
             raise _without_inner_frames(shown)
         finally:
             # Its traceback holds this frame.

@@ -2,8 +2,8 @@
 
 In: log records, and ``PANNIER_LOG``. Out: lines ``pannier: ...``, as long as the program has not set
 up logging itself: once the ``pannier`` logger or one above it has a handler of the program's, records
-go there alone, at the levels that the program chose. By default warnings are shown, and what
-:func:`info` is given. ``PANNIER_LOG`` sets the level of the ``pannier`` logger: a level's name, or
+go there alone, at the levels that the program chose. By default warnings and the lines of
+:func:`info` are shown. ``PANNIER_LOG`` sets the level of the ``pannier`` logger: a level's name, or
 ``off``. Thread-safe.
 """
 
@@ -50,7 +50,7 @@ _stderr: Final = _Stderr()
 def install() -> None:
     """Adds the default handler; once.
 
-    Raises ConfigurationError: ``PANNIER_LOG`` is no level.
+    Raises ConfigurationError: ``PANNIER_LOG`` is not a level.
     """
     if _stderr not in _top.handlers:
         _top.addHandler(_stderr)
@@ -64,7 +64,7 @@ def install() -> None:
 
 
 def info(message: str, *args: Any) -> None:
-    """Logs what a program that has not set up logging shows, too, though it is no warning."""
+    """Logs a line of level INFO that is shown even if the program has not set up logging."""
     if _log.isEnabledFor(logging.INFO):
         _log.info(message, *args, stacklevel=2)
     elif _log.manager.disable < logging.INFO and not _is_configured():

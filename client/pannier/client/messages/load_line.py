@@ -13,6 +13,6 @@ def log_loaded(checkpoint_id: str, size: int, seconds: float, files: str) -> Non
 
     Args:
         size: bytes of all ranks.
-        files: how many files came from where.
+        files: the numbers of files by source.
     """
     console.info("loaded %s, %s in %.1f s, %s", checkpoint_id, size_text(size), seconds, files)

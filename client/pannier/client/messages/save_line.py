@@ -20,7 +20,7 @@ def log_committed(
     Args:
         size: bytes of all ranks.
         durable_s: from the call to the commit.
-        stalled_s: for how long the call kept the training loop, on the slowest rank; None: until the end.
+        stalled_s: for how long the call kept the training loop, on the slowest rank; None: until the commit.
     """
     if context.rank != context.ranks[0]:
         return

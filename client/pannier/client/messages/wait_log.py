@@ -86,7 +86,7 @@ def logged(call: str, reason: Callable[[], str | None]) -> Iterator[Wait]:
 
 
 def _reset_in_child() -> None:
-    # The thread is the parent's.
+    # The timers' thread exists only in the parent.
     global _timers
     _timers = Timers("pannier-wait-log")
 

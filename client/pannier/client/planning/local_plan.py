@@ -110,12 +110,12 @@ class PlannerRun:
         return self._runner.resolve_data(item)
 
     def release(self) -> None:
-        """Every item is resolved: frees what was fetched from devices for that."""
+        """Frees what was fetched from devices; to be called once every item is resolved."""
         release(self._runner)
 
     @property
-    def how(self) -> str:
-        """How values come from devices that Pannier doesn't copy from; human-readable."""
+    def copy_description(self) -> str:
+        """How values are copied from devices that Pannier doesn't copy from itself; empty: there are none."""
         return "" if self._runner is self._planner else runtime.COPY_DESCRIPTION
 
     def _set_up(self, state: dict[str, Any], meta: StorageMeta, is_coordinator: bool) -> None:
@@ -146,7 +146,7 @@ class PlannerRun:
             )
 
     def _planned_state(self, default: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The state dict as the planner flattened it, where it keeps it as DCP's does."""
+        """The planner's flattened state dict, if it keeps one as DCP's planner does; else ``default``."""
         state = getattr(self._planner, "state_dict", None)
         return state if isinstance(state, Mapping) else default
 
@@ -200,9 +200,9 @@ class PlannerRun:
 
 
 def expand(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with ``state_dict()`` of top-level ``Stateful`` values, as ``dcp.save`` takes it.
+    """The state with top-level ``Stateful`` values replaced by their ``state_dict()``, as in ``dcp.save``.
 
-    Raises InvalidRequestError: it is no mapping; and whatever a ``state_dict()`` raises.
+    Raises InvalidRequestError: it is not a mapping; and whatever a ``state_dict()`` raises.
     """
     if not isinstance(state_dict, Mapping):
         raise InvalidRequestError(
@@ -236,7 +236,7 @@ def bare(planner: SavePlanner) -> SavePlanner:
 
 
 def release(planner: SavePlanner) -> None:
-    """Every item of a plan is resolved: frees what the planner fetched from devices for that."""
+    """Frees what the planner fetched from devices; to be called once every item of its plan is resolved."""
     if isinstance(planner, planners.SavePlanner | planners.UpstreamSavePlanner):
         planner.release()
     elif planners.is_save_planner(planner):

@@ -1,9 +1,9 @@
 """Confirmed plans, and the states they were made for: later saves of the same states reuse them.
 
 In: a save's state dict and planner. Out: the plan of an earlier save of the group to the same
-root, without any call. A ``DefaultSavePlanner`` is not even run when
-the state's fingerprint is the one that it planned; the plans of other planners are compared by
-digest. The coordinator confirms the reuse once the save's bytes are under way
+root, without an RPC. A ``DefaultSavePlanner`` is not even run when the state has the fingerprint
+of one that it planned; the plans of other planners are compared by digest. The coordinator
+confirms the reuse once the save's bytes are under way
 (:mod:`pannier.client.transport.plan_claim`). Thread-safe.
 """
 
@@ -23,7 +23,7 @@ from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import object_names
 
 _MOST_PLANS: Final = 8
-"""Of all groups and roots; the least recently used are evicted."""
+"""Cached plans of all groups and roots together; the least recently used are evicted."""
 _MOST_STATES: Final = 2
 """States that one plan serves: with gradients and without, for example."""
 _METHODS: Final = (
@@ -49,7 +49,7 @@ class PlannerOptions(NamedTuple):
 
 
 def planner_options(planner: SavePlanner | None) -> PlannerOptions | None:
-    """None for a planner that must be run: a subclass, a patched one, one that doesn't flatten."""
+    """The planner's options; None for one that must be run: a subclass, patched, or not flattening."""
     if planner is None:
         planner = _DEFAULT
     own = vars(planner)
@@ -105,18 +105,18 @@ class CachedPlan:
 
     @property
     def plan_id(self) -> str:
-        """Of the global plan; may change while this rank's part doesn't."""
+        """Id of the global plan, which may change while this rank's part doesn't."""
         return self._source[0]
 
     def claim(self) -> sidecar_pb2.CachedPlanClaim:
-        """That a save goes by this plan."""
+        """The claim of a save to use this plan."""
         plan_id, checkpoint_id, attempt = self._source
         return sidecar_pb2.CachedPlanClaim(
             plan_id=plan_id, digest=self.digest, checkpoint_id=checkpoint_id, attempt=attempt
         )
 
     def confirm(self, plan_id: str, checkpoint_id: str, attempt: str) -> None:
-        """This rank's part is one of that global plan, which the attempt's manifest has."""
+        """Records that this rank's part belongs to that global plan, which is in the attempt's manifest."""
         self._source = (plan_id, checkpoint_id, attempt)
 
     def attempt(self, number: int) -> str:
@@ -124,7 +124,7 @@ class CachedPlan:
         return dataclasses.replace(self._attempt, number=number).name
 
     def final_plan(self, number: int) -> plan_pb2.FinalPlan:
-        """The final plan for that save."""
+        """The final plan for the group's ``number``-th save."""
         plan = plan_pb2.FinalPlan()
         plan.CopyFrom(self._final)
         plan.plan_id = self.plan_id
@@ -134,7 +134,7 @@ class CachedPlan:
         return plan
 
     def equals(self, final: plan_pb2.FinalPlan, number: int) -> bool:
-        """Whether ``final`` is this plan for that save, whatever the id of its global plan."""
+        """Whether ``final`` is this plan for the ``number``-th save, apart from the global plan's id."""
         own = self.final_plan(number)
         own.plan_id = final.plan_id
         return own == final
@@ -152,7 +152,7 @@ class CachedPlan:
             self._states = [(options, known, copies), *self._states[: _MOST_STATES - 1]]
 
     def match(self, options: PlannerOptions, state: Mapping[str, Any]) -> "Match | None":
-        """How to stage ``state`` by this plan; None when it isn't like any that was added."""
+        """How to stage ``state`` by this plan; None when no state of its structure was added."""
         for planned_with, known, copies in self._states:
             if planned_with == options:
                 values = known.values(state)

@@ -36,7 +36,7 @@ class SaveSpec:
 
     scope: PlanScope
     number: int
-    """Of the save in its group."""
+    """Number of the save in its group."""
     checkpoint_id: str
     is_coordinator: bool
     """Whether this is the first rank of its group."""
@@ -45,7 +45,7 @@ class SaveSpec:
     planner: SavePlanner | None
 
     run: PlannerRun | None = None
-    """The planner's run, if that was made ahead."""
+    """The planner's run, if it was made ahead."""
 
     def run_planner(self) -> PlannerRun:
         """The local plan. Raises what :class:`PlannerRun` raises."""
@@ -76,7 +76,7 @@ def save_spec(
 ) -> SaveSpec:
     """The spec of the save with this context.
 
-    Raises InvalidRequestError: the state dict is no mapping; and whatever a ``state_dict()`` raises.
+    Raises InvalidRequestError: the state dict is not a mapping; and whatever a ``state_dict()`` raises.
     """
     root, _ = object_names.split_checkpoint_id(context.checkpoint_id)
     return SaveSpec(
@@ -118,7 +118,7 @@ def resolve_plan(plans: PlanCache, spec: SaveSpec, request_plan: RequestPlan) ->
     _cache_plan(plans, spec, run, cached, options)
     match = _match(cached, options, spec)
     if match is not None:
-        # Staged by the fast way that all later saves take, though this save ran the planner.
+        # Staged by the copy plan, as all later saves are, though this save ran the planner.
         return replace(_stage_by_copies(match, spec), unconfirmed=known)
     return StagePlan(
         attempt=final.attempt,
@@ -137,7 +137,7 @@ def prepare(
     release: Callable[[Arena], None],
     arenas: int,
 ) -> None:
-    """Plans and reserves memory, so that the first save costs what every save costs.
+    """Plans and reserves memory, so that the first save costs no more than later ones.
 
     Args:
         plans: caches the plan.
@@ -145,7 +145,7 @@ def prepare(
         request_plan: see :data:`RequestPlan`.
         acquire: takes an arena with files of these sizes from the pool.
         release: returns it.
-        arenas: how many saves may be in flight.
+        arenas: how many to reserve.
 
     Raises:
         InvalidRequestError: see :class:`PlannerRun`.

@@ -1,16 +1,16 @@
 """The structure of a state dict, without its values; finds the values of states with the same structure.
 
-In: state dicts with their ``Stateful`` values expanded. Out: for one with the structure of
+In: state dicts with their ``Stateful`` values expanded. Out: for a state with the structure of
 an earlier one, the value of each item that a ``DefaultSavePlanner`` would plan, in its
 order, without planning. Everything that the plan depends on is compared: keys, types and
-lengths of containers, and of each tensor dtype, shape, layout, ``requires_grad``, kind of
-device, its distribution over ranks or over XLA's devices, and which part of a global tensor
-it declares to be; of other objects only their place. Strides, conj and neg bits, and
+lengths of containers; of each tensor its dtype, shape, layout, ``requires_grad``, kind of
+device, distribution over ranks or over XLA's devices, and the part of a global tensor that it
+declares to be; of other objects only their position. Strides, conj and neg bits, and
 identities may differ: the copy handles them. ``pin_memory``, which no reader uses, stays as
 it was planned.
 
-A state that isn't understood has no fingerprint; it is then planned by DCP, which is always
-right, only slower.
+A state with values that this module has no rule for has no fingerprint; DCP plans it, which is
+always correct, only slower.
 """
 
 import enum
@@ -29,7 +29,7 @@ from pannier.client.xla import runtime, shard_tensors
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict})
 ATOMS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
-"""Types of objects that DCP never treats otherwise."""
+"""Types whose values DCP always pickles as objects."""
 _OWN_ITEMS: Final = "__create_write_items__"
 """Objects with this method make their own items."""
 _HOST_FACTS: Final = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
@@ -79,10 +79,10 @@ class StateFingerprint:
         self._tensors = _TensorFacts([value for part in parts for value in part])
 
     def values(self, state: Mapping[str, Any]) -> list[Any] | None:
-        """The value of each item; None when the structure is another.
+        """The value of each item; None when the structure differs.
 
         Tensors are this rank's plain ones, not detached; those of XLA's devices are
-        :class:`pannier.client.xla.shard_tensors.ShardView`; objects are as they stand in the state.
+        :class:`pannier.client.xla.shard_tensors.ShardView`; objects are the state's own.
         """
         try:
             with torch_compat.without_torch_functions():
@@ -126,7 +126,7 @@ class _ShardFacts:
         self.dtensors = _positions(kinds, _Kind.DTENSOR)
         self.sharded = _positions(kinds, _Kind.SHARDED)
         self.positions = [*self.dtensors, *self.sharded]
-        """Of the leaves whose values are not the leaves themselves."""
+        """Positions of the leaves that are replaced by local tensors in the values."""
         self._plain = _positions(kinds, _Kind.PLAIN)
         self._grad = torch.is_grad_enabled()
         self._described = _described_shards(leaves, self._plain)
@@ -136,7 +136,7 @@ class _ShardFacts:
         self._sharded_facts = [torch_compat.sharded_facts(leaves[i]) for i in self.sharded]
 
     def match(self, leaves: list[Any]) -> bool:
-        # A DTensor's local part requires no gradient where none are recorded.
+        # With gradients disabled, a DTensor's local part doesn't require one.
         if self.dtensors and self._grad != torch.is_grad_enabled():
             return False
         return (
@@ -146,7 +146,7 @@ class _ShardFacts:
         )
 
     def replace_by_local(self, leaves: list[Any]) -> None:
-        """Puts this rank's tensor in the place of each, for leaves with one part each."""
+        """Replaces each distributed leaf by this rank's tensor, if every leaf has exactly one part."""
         for i in self.positions:
             leaves[i] = torch_compat.local_tensors(leaves[i])[0]
 
@@ -198,7 +198,7 @@ class _TensorFacts:
 
 
 def fingerprint(state: Mapping[str, Any]) -> StateFingerprint | None:
-    """The fingerprint of a state dict that was planned; None where it isn't understood."""
+    """The fingerprint of a state dict that was planned; None if a value has no rule here."""
     try:
         with torch_compat.without_torch_functions():
             return StateFingerprint(state)
@@ -221,7 +221,7 @@ class _Node:
         self._keys = list(container) if self._is_mapping else []
         self._key_types = list(map(type, self._keys))
         if not {str, int, bool}.issuperset(self._key_types):
-            # Keys of other types may have several texts.
+            # Equal keys of other types may have different texts, as 0.0 and -0.0.
             raise _NotUnderstoodError
         self._types = list(map(type, values))
         self._children: list[tuple[int, _Node]] = []
@@ -239,7 +239,7 @@ class _Node:
                 self._objects.add(at)
 
     def collect(self, container: Any, out: list[Any]) -> bool:
-        """Appends the leaves, in order; False when the container is another."""
+        """Appends the leaves, in order; False when the container's structure differs."""
         if self._is_mapping:
             keys = list(container)
             if keys != self._keys or list(map(type, keys)) != self._key_types:
@@ -300,7 +300,7 @@ def _leaf_kind(value: Any) -> _Kind:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether DCP pickles the value whole; it is of kind object, or a list."""
+    """Whether DCP pickles the whole value, which is of kind object or a list."""
     kind = type(value)
     if kind in ATOMS:
         return True
@@ -321,13 +321,13 @@ def _is_terminal(values: list[Any]) -> bool:
 
 
 def _described_shards(leaves: list[Any], plain: Iterable[int]) -> dict[int, tuple[Any, ...] | None]:
-    """What each of DCP's ``CheckpointableTensor`` among the plain tensors declares of its shards.
+    """The shards that DCP's ``CheckpointableTensor`` values among the plain tensors declare, by position.
 
-    By position; None for what has other values than sequences of integers.
+    None for a tensor whose attributes are not sequences of integers.
     """
     if not _DESCRIBE_SHARDS:
         return {}
-    # Few tensors have the first attribute: the others are checked only for those.
+    # Few tensors have the first attribute: the other attributes are checked only for these.
     first, *others = _SHARD_ATTRIBUTES
     return {
         i: _shard_facts(leaves[i])

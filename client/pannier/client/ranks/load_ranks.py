@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pannier.client import torch_compat
 from pannier.client.interrupts import Call, UnansweredError
 from pannier.client.messages import wait_log
+from pannier.client.ranks.group_start import start_store
 from pannier.client.ranks.rank_hosts import default_hosts
 from pannier.client.ranks.rank_problem import Failed, Problem, failed_without, lost
 from pannier.client.ranks.store_barrier import Missing, Settle, Step, StoreBarrier
@@ -91,10 +92,11 @@ class LoadRanks:
         self._show_wait: ShowWait = lambda _: contextlib.nullcontext()
         self._barrier: StoreBarrier | None = None
         if len(self.ranks) > 1:
+            hosts = default_hosts()
             self._barrier = StoreBarrier(
-                torch_compat.group_store(process_group),
+                start_store(process_group, hosts, description=description, timeout_s=timeout_s),
                 self.ranks,
-                default_hosts(),
+                hosts,
                 name="load",
                 description=description,
                 timeout_s=timeout_s,

@@ -64,7 +64,7 @@ class StoreBarrier:
     """One call of this rank.
 
     Args:
-        store: the group's.
+        store: the group's, of this start (:func:`~pannier.client.ranks.group_start.start_store`).
         ranks: global ranks of the group.
         hosts: of all ranks.
         name: of the kind of call; the n-th call of each rank belongs together, but for :meth:`catch_up`.
@@ -214,7 +214,6 @@ class StoreBarrier:
 
     def _begin(self, _: int) -> int:
         self._hosts.register()
-        # Counted in the store, which may outlive this process group.
         number: int = self._store.add(f"calls/{self._hosts.rank}", 1)
         return number
 

@@ -1,9 +1,9 @@
 """Blocks that this host's sidecar fetches for its ranks, each once.
 
 In: the blocks of the rank's plan. Out: their bytes, copied from the sidecar's memory and checked on
-the way. The memory is read through its descriptor, never mapped: a file that another process cut would
-be fatal. Each block is released when it was copied. One call of ``Restore.Fetch``, owned by the load;
-one thread for its responses. Thread-safe.
+the way. The memory is read through its descriptor, never mapped: if another process truncated the file,
+that would be fatal. Each block is released once it is copied. One call of ``Restore.Fetch``, owned by the
+load; one thread for its responses. Thread-safe.
 """
 
 import logging
@@ -49,7 +49,7 @@ class FetchedBlocks:
         channel: to the sidecar; closed with this.
         table: the blocks.
         load: whose they are.
-        progress: counts what it took the sidecar to get them.
+        progress: counts the sidecar's retries, second requests and wrong blocks.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FetchedBlocks:
         self._memory: _Memory | None = None
         self._messages = 0
         self._error: PannierError | None = None
-        """Why no more blocks come."""
+        """Why no more blocks arrive."""
 
     def has(self, name: str) -> bool:
         """Whether blocks of this file are shared."""
@@ -77,12 +77,12 @@ class FetchedBlocks:
         """A block of a file; None: it isn't shared."""
         return self._table.blocks.get((name, block))
 
-    def asked(self, name: str, block: int) -> str:
-        """Who is asked for a block of a shared file."""
-        return self._table.asked(name, block)
+    def first_source(self, name: str, block: int) -> str:
+        """The source that is asked first for a block of a shared file."""
+        return self._table.first_source(name, block)
 
-    def messages(self) -> int:
-        """How many messages have come."""
+    def message_count(self) -> int:
+        """Number of messages that have arrived."""
         return self._messages
 
     def request(self, name: str, block: int) -> "Future[FetchedBlock]":
@@ -294,7 +294,7 @@ _all_memories: "weakref.WeakSet[_Memory]" = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # A child would keep the sidecar's memory.
+    # A child's copy of the descriptor would keep the sidecar's memory allocated.
     for memory in list(_all_memories):
         memory._close()
 

@@ -1,8 +1,9 @@
 """What the sidecars of this host have for a load: files in their spools, and whether they fetch blocks.
 
 In: an attempt and names of its files. Out: those that a sidecar of this host still has, opened; for a load
-of several ranks, also where this host is, and which files others may read here. Only sidecars that run
-are asked, and none is started: a load without one reads from storage. Blocking; thread-safe.
+of several ranks, also the address of that sidecar, and the files that other hosts may read from it. Only
+sidecars that run are asked, and none is started: a load without one reads from storage. Blocking;
+thread-safe.
 """
 
 import hashlib
@@ -54,21 +55,21 @@ class HostSurvey:
     """What the sidecars of this host have for one load."""
 
     files: dict[str, LocalFile] = field(default_factory=dict)
-    """Those that this rank needs, by name."""
+    """Files in a spool that this rank needs, by name."""
     host: Host | None = None
-    """Where the sidecar is that fetches for this host, and has files for others; None: none runs."""
+    """The host of the sidecar that fetches blocks for it and serves files to others; None: none runs."""
     held: frozenset[str] = frozenset()
-    """Names of the files that others may read there."""
+    """Names of the files that other hosts may read there."""
     sidecar: str = ""
     """Its address."""
     reads_peers: bool = False
-    """Whether this rank has what it takes to read from other hosts itself."""
+    """Whether this rank has TLS files with which it can read from other hosts itself."""
     credentials: Credentials | None = None
-    """Those of the embedded daemons of a job on several hosts."""
+    """Credentials of the embedded daemons of a job on several hosts."""
 
 
 class HostCopies:
-    """The sidecars of this host, as loads ask them.
+    """Asks the sidecars of this host, for loads.
 
     Args:
         settings: where they are.
@@ -78,7 +79,7 @@ class HostCopies:
         self._settings = settings
 
     def locate(self, attempt: str, names: Sequence[str]) -> dict[str, LocalFile]:
-        """Those of the attempt's files that are here, by name; logs why a sidecar can't be asked."""
+        """The attempt's files that are here, by name; logs why a sidecar can't be asked."""
         found: dict[str, LocalFile] = {}
         for settings, address in self._sidecars():
             missing = [name for name in names if name not in found]
@@ -132,7 +133,7 @@ class HostCopies:
     def open_blocks(
         self, survey: HostSurvey, plan: RankPlan, load: LoadName, progress: LoadProgress
     ) -> BlockReader:
-        """What takes the blocks of a plan through sidecars. Raises PannierError."""
+        """A reader that gets the blocks of a plan through sidecars. Raises PannierError."""
         settings, table = self._settings(), BlockTable(plan)
         if plan.own is None:
             tls = settings.tls() or plan.credentials
@@ -157,7 +158,7 @@ class HostCopies:
 
 
 def _credentials_beside(address: str) -> Credentials | None:
-    """Of the embedded daemons with this socket; None: they have none of their own."""
+    """Credentials of the embedded daemons with this socket; None: they have none of their own."""
     directory = Path(address.removeprefix("unix://")).parent
     try:
         return Credentials(*(path.read_bytes() for path in tls_files(directory)))
@@ -173,7 +174,7 @@ def _log_unasked(address: str, error: Exception) -> None:
 
 
 def _addresses(settings: Settings) -> list[str]:
-    """Of the sidecars on this host that pass descriptors."""
+    """Addresses of the sidecars on this host that pass descriptors."""
     if settings.sidecar is not None:
         return [settings.sidecar] if is_unix(settings.sidecar) else []
     known = addresses.embedded_sidecars(settings.runtime_dir)

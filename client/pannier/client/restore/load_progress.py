@@ -59,7 +59,7 @@ class LoadProgress:
         self._read: Counter[str] = Counter()
         """Bytes that were read, by file."""
         self._requests: dict[object, tuple[str, float]] = {}
-        """Sources of those under way, and since when; the oldest first."""
+        """Source and start time of each request under way; the oldest first."""
         self._source_of: dict[str, str] = {}
         """By file: the farthest place that it was read from."""
         self._bytes: Counter[str] = Counter()
@@ -92,7 +92,7 @@ class LoadProgress:
         self._add("rejected_blocks")
 
     def add_fetched(self, *, retries: int, hedges: int, rejected: int) -> None:
-        """The sidecar that fetched a block had to do this for it."""
+        """Adds the events that a sidecar counted while it fetched a block."""
         with self._lock:
             for name, count in (
                 ("retries", retries),
@@ -125,7 +125,7 @@ class LoadProgress:
                 del self._requests[request]
 
     def stalled_on(self) -> str:
-        """``node-3 (4 of 812 files, 1.2 GiB left)``: whom the oldest request waits for; empty: none takes long."""
+        """What a slow request waits for: ``node-3 (4 of 812 files, 1.2 GiB left)``; empty: none is slow."""
         with self._lock:
             source, since = next(iter(self._requests.values()), ("", 0.0))
             if not source or time.monotonic() - since < timeouts.WAIT_WARNING_S:
@@ -141,7 +141,7 @@ class LoadProgress:
     # What it does.
 
     def describe(self, **about: str) -> None:
-        """What is known of the load now: ``load`` (its id), ``checkpoint_id``, ``attempt``."""
+        """Records what is now known of the load: ``load`` (its id), ``checkpoint_id``, ``attempt``."""
         with self._lock:
             self._about.update(about)
 
@@ -156,13 +156,13 @@ class LoadProgress:
             self._sizes = sizes
 
     def settle(self) -> None:
-        """All that the plan needs was read: its bytes are known exactly, with what lies between them."""
+        """Everything was read: the expected sizes become the bytes read, which include gaps."""
         with self._lock:
             self._sizes = dict(self._read)
 
     @contextmanager
     def waiting(self, reason: Callable[[], str]) -> Iterator[None]:
-        """In this block it waits for what ``reason`` returns, human-readable: ``rank 3 (host node-2)``."""
+        """In this block the load waits for what ``reason`` returns, as ``rank 3 (host node-2)``."""
         with self._lock:
             self._waits.append(reason)
         try:
@@ -187,7 +187,7 @@ class LoadProgress:
     # What is reported.
 
     def report(self) -> load_status_pb2.LoadReport:
-        """All of it, now."""
+        """The current report."""
         waits = self._waits[-1:]
         # Outside the lock: it may take others.
         waiting_for = waits[0]() if waits else self.stalled_on()
@@ -219,5 +219,5 @@ class LoadProgress:
 
 
 def _distance(source: str) -> int:
-    """How far it is; a host lies between the own spool and the bucket."""
+    """How far a source is; a host is between the own spool and the bucket."""
     return {"": 0, OWN_SPOOL: 1, BUCKET: 3}.get(source, 2)

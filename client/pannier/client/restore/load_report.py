@@ -47,7 +47,7 @@ class LoadReporter:
     def reporting(self, progress: LoadProgress) -> Iterator[None]:
         """Reports this load as long as the context lasts; raises nothing of its own."""
         reports = _Reports(self._settings, progress)
-        # An interrupt ends the wait for the start, which goes on: that has to have an end, too.
+        # An interrupt may end the wait for the start, which goes on: the reports must be ended then, too.
         try:
             reports.start()
             yield
@@ -66,13 +66,16 @@ class _Reports:
         self._thread = threading.Thread(target=self._run, name="pannier-load-report", daemon=True)
 
     def start(self) -> None:
-        """Reports in the background from now on."""
-        aside(self._thread.start)
+        """Reports in the background from now on, if a thread can be started for that."""
+        try:
+            aside(self._thread.start)
+        except RuntimeError as error:
+            _log.debug("this load is not reported: %s", error)
 
     def finish(self) -> None:
-        """Has the end reported. A sidecar that has seen the load run gets a moment to take it.
+        """Starts the report of the end; if the load was reported before, waits a moment for it to arrive.
 
-        Otherwise that is done after the load: a short one is no slower for it.
+        Otherwise the report is sent in the background, so that it doesn't slow a short load.
         """
         aside(self._end)
 
@@ -84,7 +87,8 @@ class _Reports:
             self._join()
 
     def _join(self) -> None:
-        self._thread.join(timeouts.LOAD_REPORT_END_S)
+        if self._thread.is_alive():  # it was started
+            self._thread.join(timeouts.LOAD_REPORT_END_S)
 
     def _run(self) -> None:
         try:
@@ -144,7 +148,7 @@ class _Stream:
             self._channel.close()
 
     def _report(self) -> bool:
-        """One stream of reports, until it ends; whether no other one is needed."""
+        """Makes one stream of reports, until it ends; returns whether no further one is needed."""
 
         def start(connection: grpc.Channel) -> Any:
             stub: Any = restore_pb2_grpc.RestoreStub(connection)
@@ -164,7 +168,7 @@ class _Stream:
         return True
 
     def _await(self, call: Any) -> None:
-        """Returns when the call has ended; a while after the load, it is cancelled: the sidecar may be stopped."""
+        """Returns when the call has ended; cancels it a while after the load: the sidecar may be stopped."""
         while not self._ended.is_set():
             with suppress(grpc.FutureTimeoutError):
                 call.result(timeouts.LOAD_REPORT_S)

@@ -18,9 +18,9 @@ class LoadResult:
 
     checkpoint_id: str
     files: Mapping[str, int]
-    """Data files by source: ``own spool``, the name of a host, or ``bucket``; once for each rank that read
-    one, and by the farthest place that the rank read it from. A rank's own host is named for what its
-    sidecar had fetched for another rank."""
+    """Number of data files by source: ``own spool``, the name of a host, or ``bucket``. A file counts once
+    for each rank that read it, under the farthest source that the rank read it from. A rank's own host is the
+    source of what its sidecar had fetched for another rank."""
     bytes: Mapping[str, int]
     """Bytes by source."""
     seconds: float

@@ -1,9 +1,9 @@
 """How the ranks of a load share what they read: one rank's side.
 
-In: DCP's load plans, which travel with what each rank needs, and come back with what each takes through
-sidecars. Out: this rank's files in the own spool, and its shared blocks. The rank that makes the global
-plan also reads the receipts of files that are shared. Nothing fails here: what can't be shared is read
-from storage. Blocking; for one load of one rank.
+In: DCP's load plans: they carry what each rank needs to the rank that makes the global plan, and carry back
+what each rank takes through sidecars. Out: this rank's files in its host's spool, and its shared blocks. The
+rank that makes the global plan also reads the receipts of files that are shared. Nothing fails here: what
+can't be shared is read from storage. Blocking; for one load of one rank.
 """
 
 import logging
@@ -60,7 +60,7 @@ class LoadSharing:
         self._load = LoadName("", "", "", 0)
 
     def locate(self, attempt: str, names: Sequence[str]) -> Mapping[str, LocalFile]:
-        """Those files of an attempt that are in this host's spool, for a load of one rank."""
+        """The files of an attempt that are in this host's spool, for a load of one rank."""
         return self._copies.locate(attempt, names)
 
     def survey(self, load: LoadName, metadata: Metadata, items: Sequence[ReadItem]) -> RankNeeds:
@@ -86,7 +86,7 @@ class LoadSharing:
 
     @property
     def host(self) -> str:
-        """Name of this host; after :meth:`survey`, as its sidecar has it."""
+        """Name of this host; after :meth:`survey`, as its sidecar reports it."""
         return self._survey.host.name if self._survey.host is not None else socket.gethostname()
 
     @property
@@ -97,17 +97,17 @@ class LoadSharing:
     def plan(
         self, directory: StorageDir, attempt: str, needs: Sequence[RankNeeds]
     ) -> list[RankPlan | None]:
-        """What each rank takes through sidecars, in their order."""
+        """Each rank's plan, in the order of ``needs``; None: it takes nothing through sidecars."""
         names = sorted(shared_candidates(needs))
         records = {} if not names else _records(directory, attempt, names)
         return plan_restore(needs, records)
 
     def close(self) -> None:
-        """Lets go of the files in the spool."""
+        """Drops the files in the spool."""
         self._survey.files.clear()
 
     def open_blocks(self, plan: RankPlan, progress: LoadProgress) -> BlockReader | None:
-        """What takes the blocks of this rank's plan through sidecars; None: nothing can."""
+        """A reader that gets the blocks of this rank's plan through sidecars; None: that isn't possible."""
         try:
             return self._copies.open_blocks(self._survey, plan, self._load, progress)
         except PannierError as error:
@@ -154,7 +154,7 @@ def _size(directory: StorageDir, name: str) -> int | None:
 
 
 def _normal(record: records_pb2.DataFile) -> records_pb2.DataFile:
-    """With checksums of blocks of the usual size, or none."""
+    """The record, with checksums of blocks of the usual size or without any."""
     size, column = 0, b""
     if record.block_bytes == BLOCK_BYTES and parse_blocks(record):
         size, column = BLOCK_BYTES, record.block_crc32c

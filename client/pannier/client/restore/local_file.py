@@ -1,11 +1,11 @@
 """A data file in this host's spool, as a load reads it: every byte checked before it is used.
 
-In: a descriptor of the spool file, and what the file's receipt says. Out: bytes, or an error when they are
-not those that were saved. A trainer may stage something else into the file at any time, after it has
-changed its stamp, and no trust is put in other processes: so the checksum of a block is taken of the very bytes that
-are delivered. Where most of a block is wanted, it is read straight into the caller's memory; for a small part of one, the
-block is read into a cache, which other parts come from. Never through a mapping, which a truncated
-file would make fatal, and whose page faults cost as much as the system calls. Blocking; thread-safe.
+In: a descriptor of the spool file, and the file's receipt. Out: bytes, or an error when they are not those
+that were saved. A trainer may stage another save into the file at any time, after it has changed its stamp,
+and other processes aren't trusted: so the checksum of a block is computed from the very bytes that are
+delivered. If most of a block is wanted, it is read straight into the caller's memory; if only a small part
+is, the block is read into a cache, from which further parts are copied. The file is never mapped: truncation
+would then be fatal, and page faults cost as much as the system calls. Blocking; thread-safe.
 """
 
 import os
@@ -26,12 +26,12 @@ from pannier.wire.errors import IntegrityError
 from pannier.wire.records import parse_blocks
 
 _PIECE: Final = 2 << 20
-"""Bytes that are read before their checksum is taken: then they are in the processor's cache. In smaller pieces,
-threads wait more for one another's turn of the interpreter."""
+"""Bytes that are read before their checksum is taken: then they are in the processor's cache. With smaller
+pieces, threads would wait longer for the GIL."""
 _DIRECT_PARTS: Final = 0.5
-"""Of a block that are wanted together, from which on the rest is read and dropped."""
+"""If at least this share of a block is wanted, it is read into the targets, and the rest is dropped."""
 _CACHED: Final = 4
-"""Blocks in a cache, which bound its memory: threads wait for one another when all are in use."""
+"""Most blocks in a cache. Threads wait when all of them are in use."""
 
 
 Part = tuple[int, memoryview]
@@ -48,11 +48,11 @@ class _Slot:
         self.is_read = False
         self.users = 0
         self.waiters = 0
-        """Threads that will use it when another one has read it."""
+        """Number of threads that will use it when another one has read it."""
 
 
 class BlockCache:
-    """Blocks of which parts are needed, the last ones used; a block is read by one thread. Thread-safe."""
+    """Keeps the last used blocks of which parts are needed; a block is read by one thread. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -80,7 +80,7 @@ class BlockCache:
                 self._changed.notify_all()
 
     def _take(self, key: tuple[str, int], size: int) -> _Slot:
-        """A slot with the block, or for the caller to read it into."""
+        """A slot that has the block, or into which the caller must read it."""
         with self._changed:
             while True:
                 slot = next((each for each in self._slots if each.key == key), None)
@@ -91,7 +91,7 @@ class BlockCache:
                         continue
                     slot.key, slot.is_read = key, False
                 elif not slot.is_read:
-                    # Else the slot would be taken for another block before these threads run.
+                    # Counted: else the slot might be taken for another block before this thread runs.
                     slot.waiters += 1
                     self._changed.wait()
                     slot.waiters -= 1
@@ -193,7 +193,7 @@ class LocalFile:
             )
 
     def _read_between(self, start: int, stop: int, crc: int) -> int:
-        """The checksum with these bytes after those before."""
+        """``crc``, extended by these bytes."""
         if start < stop:
             buffer = np.empty(min(_PIECE, stop - start), np.uint8).data
             for at in range(start, stop, len(buffer)):

@@ -1,7 +1,7 @@
 """The bytes that a load reads for its items.
 
-In: items, and what ``.metadata`` says of them. Out: the archive of each, and the spans of it that are read: all of it,
-or, of a large plain tensor of which the items need less, its head and their parts. Pure; any thread.
+In: items, and ``.metadata``. Out: the archive of each item, and the spans of it that are read: all of it, or,
+of a large plain tensor of which the items need less, its head and their parts. Pure; any thread.
 """
 
 import posixpath
@@ -50,7 +50,7 @@ def spans_of(
 
     Args:
         items: at least one.
-        request_bytes: archives that are no longer are read whole.
+        request_bytes: archives up to this length are read whole.
     """
     whole = Span(place.offset, place.end)
     is_large = place.length > request_bytes

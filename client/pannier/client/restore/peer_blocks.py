@@ -1,9 +1,8 @@
 """Blocks that a rank without a sidecar reads from the sidecars of other hosts.
 
-In: the blocks of the rank's plan, and the job's TLS files. Out: their bytes, checked, from the first of
-the hosts that has them: those with the file in their spools, then the block's owner. A host that fails
-or shows no sign of life is not asked again in this load. Owned by the load; threads of its own, each
-with a buffer for one block. Thread-safe.
+In: the blocks of the rank's plan, and the job's TLS files. Out: their bytes, checked. Hosts with the file in
+their spools are asked first, then the block's owner. A host that fails or shows no sign of life is not asked
+again in this load. Owned by the load; has threads of its own, each with a buffer for one block. Thread-safe.
 """
 
 import logging
@@ -57,7 +56,7 @@ class PeerBlocks:
         self._lock = threading.Lock()
         self._channels: dict[int, grpc.Channel] = {}
         self._calls: dict[Any, int] = {}
-        """Those under way, and how many looks have found no message of theirs."""
+        """Calls under way, and the number of checks since the last message of each."""
         self._watch: threading.Thread | None = None
         self._ended = threading.Event()
         self._avoided: set[int] = set()
@@ -72,12 +71,12 @@ class PeerBlocks:
         """A block of a file; None: it isn't shared."""
         return self._table.blocks.get((name, block))
 
-    def asked(self, name: str, block: int) -> str:
-        """Who is asked for a block of a shared file."""
-        return self._table.asked(name, block)
+    def first_source(self, name: str, block: int) -> str:
+        """The source that is asked first for a block of a shared file."""
+        return self._table.first_source(name, block)
 
-    def messages(self) -> int:
-        """How many messages have come from all hosts."""
+    def message_count(self) -> int:
+        """Number of messages that have arrived from all hosts."""
         return self._messages
 
     def request(self, name: str, block: int) -> "Future[FetchedBlock]":
@@ -96,7 +95,7 @@ class PeerBlocks:
             calls, channels = list(self._calls), list(self._channels.values())
         for call in calls:
             call.cancel()
-        # Not cancel_futures, which wakes no thread that waits: what is queued ends by itself.
+        # Without cancel_futures, which wakes no thread that waits for them: queued reads end by themselves.
         self._pool.shutdown()
         for channel in channels:
             channel.close()
@@ -191,7 +190,7 @@ class PeerBlocks:
 
     def _end_stalled(self) -> None:
         """Cancels calls whose hosts show no sign of life."""
-        # Looks are counted, not seconds: this process may have been stopped meanwhile.
+        # Checks are counted, not seconds: this process may have been stopped meanwhile.
         while not self._ended.wait(timeouts.FETCH_POLL_S):
             with self._lock:
                 for call in self._calls:
@@ -243,7 +242,7 @@ class _ReadBlock:
 
 
 def _sources(block: SharedBlock) -> Iterator[tuple[int, bool]]:
-    """Hosts that have the block, and whether in their spools."""
+    """Hosts that can send the block, and whether from their spools."""
     yield from ((holder, True) for holder in block.source.holders)
     if block.source.owner is not None:
         yield block.source.owner, False

@@ -27,25 +27,25 @@ _Counts = npt.NDArray[np.int64]
 
 
 class Host(NamedTuple):
-    """Where ranks are that share a sidecar."""
+    """A sidecar, and the ranks of its host that share it."""
 
     key: str
     """Equal for ranks that share a sidecar; no others have it."""
     name: str
-    """For people."""
+    """Human-readable."""
     address: str = ""
     """Where other hosts read blocks; "": they can't."""
     fetches: bool = True
     """Whether its sidecar fetches blocks for its ranks."""
     requires_tls: bool = False
-    """At its address."""
+    """Whether its address requires mutual TLS."""
     certified_name: str = ""
     """Name in its certificate; "": the host of its address."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """The TLS files of daemons that one start of a job made for itself; PEM."""
+    """The TLS files of the embedded daemons of one start of a job; PEM."""
 
     cert: bytes = field(repr=False)
     key: bytes = field(repr=False)
@@ -61,7 +61,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class RankNeeds:
-    """What one rank needs and can be asked for."""
+    """What one rank needs, and what its host can send to others."""
 
     rank: int
     host: Host | None
@@ -69,12 +69,12 @@ class RankNeeds:
     holds: frozenset[str] = frozenset()
     """Files that other hosts can read in its host's spool."""
     spans: Mapping[str, "array[int]"] = field(default_factory=dict)
-    """By file, of those that it doesn't read in its own spool: start and end of what it needs, by turns,
+    """By file, without those that it reads in its own spool: alternating starts and ends of what it needs,
     sorted and disjoint."""
     asks_peers: bool = False
     """Whether it can read from other hosts' sidecars itself, where its own doesn't fetch."""
     credentials: Credentials | None = None
-    """By which ranks on hosts without a sidecar may read from others; None: it knows none."""
+    """With which ranks on hosts without a sidecar may read from other hosts; None: it knows none."""
 
     @property
     def fetching_host(self) -> Host | None:
@@ -113,7 +113,7 @@ class SharedFile:
         for block, owner, readers, owner_readers in zip(
             self.blocks, self.owners, self.readers, self.owner_readers, strict=True
         ):
-            # Not all readers ask the same holder for the same block first.
+            # Spreads the blocks over the holders: not all blocks are first requested from the same one.
             first = block % max(1, len(self.holders))
             yield (
                 block,
@@ -136,14 +136,14 @@ class RankPlan:
     files: Mapping[str, SharedFile]
     """By name."""
     credentials: Credentials | None = None
-    """For a rank that asks peers and has none of its own."""
+    """TLS files for a rank that asks peers itself and has none of its own."""
 
 
 def merge(spans: Iterable[Span], gap: int = 0) -> "array[int]":
-    """Spans as :attr:`RankNeeds.spans` has them.
+    """The spans in the form of :attr:`RankNeeds.spans`.
 
     Args:
-        gap: bytes between two spans that are joined nevertheless.
+        gap: spans that are at most so many bytes apart are joined.
     """
     merged = array("Q")
     for start, end in sorted(spans):
@@ -185,7 +185,7 @@ def _credentials(needs: Sequence[RankNeeds]) -> Credentials | None:
 
 
 def _takes_part(needs: RankNeeds, known: Credentials | None) -> bool:
-    """Whether a rank can have blocks through sidecars."""
+    """Whether a rank can get blocks through sidecars."""
     return needs.fetching_host is not None or needs.asks_peers or known is not None
 
 
@@ -246,7 +246,7 @@ class _Planner:
         at_owner = demand.at_owner(owners)
         columns: dict[tuple[bytes, int | None], SharedFile] = {}
         for spans, positions in by_spans.items():
-            needed = demand.of(self._needs[positions[0]].spans[record.name]) > 0
+            needed = demand.bytes_per_block(self._needs[positions[0]].spans[record.name]) > 0
             for position in positions:
                 own = self._host_of[position]
                 if (spans, own) not in columns:
@@ -264,12 +264,12 @@ class _Planner:
     def _owners(
         self, demand: "_Demand", shared: npt.NDArray[np.bool_], *, weighed: bool
     ) -> _Counts:
-        """The owner of each block that several hosts need; elsewhere, and where no host can be one, none."""
+        """The owner of each block; none unless several hosts need it, and one of them can be its owner."""
         owners = np.full(len(demand.sizes), _NO_OWNER, np.int64)
         for block in np.flatnonzero(shared):
             readers = demand.readers_of(int(block))
-            # A block of one host alone is its own.
-            is_alone = len(readers) + demand.visitors[block] == 1
+            # A block that only one host needs has no owner: that host reads it itself.
+            is_alone = len(readers) + demand.ranks_without_sidecar[block] == 1
             candidates = [host for host in readers if self._hosts[host].address]
             if candidates and not is_alone:
                 owner = min(candidates, key=lambda host: (self._owned[host], host))
@@ -288,12 +288,12 @@ class _Demand:
         self.sizes: _Counts = np.diff(self._bounds)
         self.total: _Counts = np.zeros(count, np.int64)
         """Bytes that ranks need, each rank's counted."""
-        self.visitors: _Counts = np.zeros(count, np.int64)
-        """Ranks that ask peers themselves."""
+        self.ranks_without_sidecar: _Counts = np.zeros(count, np.int64)
+        """Ranks that ask peers themselves, by block."""
         self._readers: dict[int, _Counts] = {}
         """Ranks by host."""
 
-    def of(self, spans: "array[int]") -> _Counts:
+    def bytes_per_block(self, spans: "array[int]") -> _Counts:
         """Bytes of these spans in each block."""
         columns = np.frombuffer(spans, np.uint64).astype(np.int64).reshape(-1, 2)
         starts, ends = columns[:, 0], columns[:, 1]
@@ -303,12 +303,12 @@ class _Demand:
         return np.asarray(np.diff(before[last] - behind), np.int64)
 
     def add(self, spans: "array[int]", ranks: Mapping[int | None, int]) -> None:
-        """Counts so many ranks of each host that need these spans; None: ranks that ask peers."""
-        needed = self.of(spans)
+        """Adds ranks that need these spans: their number by host; None: ranks that ask peers themselves."""
+        needed = self.bytes_per_block(spans)
         self.total += needed * sum(ranks.values())
         for host, count in ranks.items():
             if host is None:
-                self.visitors += count * (needed > 0)
+                self.ranks_without_sidecar += count * (needed > 0)
             else:
                 readers = self._readers.setdefault(host, np.zeros_like(self.total))
                 readers += count * (needed > 0)
@@ -318,9 +318,9 @@ class _Demand:
         return sorted(host for host, readers in self._readers.items() if readers[block])
 
     def at_owner(self, owners: _Counts) -> _Counts:
-        """How often each block is read at its owner: by the owner's own ranks, and by each other host or
-        visitor once."""
-        found: _Counts = self.visitors.copy()
+        """How often each block is read at its owner: by the owner's own ranks, and once by each other host
+        and each rank without a sidecar."""
+        found: _Counts = self.ranks_without_sidecar.copy()
         for host, readers in self._readers.items():
             found += np.where(owners == host, readers, readers > 0)
         return found
@@ -335,9 +335,10 @@ class _Demand:
         mask: npt.NDArray[np.bool_],
     ) -> SharedFile:
         """The columns for the ranks of a host that need the blocks of ``mask``."""
-        here = self._readers[own] if own is not None else np.ones_like(self.visitors)
+        here = self._readers[own] if own is not None else np.ones_like(self.ranks_without_sidecar)
         if not holders:
-            # Without an owner, a host's ranks gain by it only together, and one that asks peers can't.
+            # A block without holders and owner is worth sharing only among several ranks of a host: a rank
+            # that asks peers itself has no source for it.
             mask = mask & ((owners != _NO_OWNER) | (here > 1))
         blocks = np.flatnonzero(mask)
         is_owner = owners == own if own is not None else np.zeros_like(mask)
@@ -369,7 +370,7 @@ class SharedBlock(NamedTuple):
 
 
 class LoadName(NamedTuple):
-    """Which load of what."""
+    """Identifies a load, its checkpoint and this rank."""
 
     load: str
     """Its random id, the same on all ranks."""
@@ -405,8 +406,8 @@ class BlockTable:
                 )
         self.blocks: Final[Mapping[tuple[str, int], SharedBlock]] = found
 
-    def asked(self, name: str, block: int) -> str:
-        """Who is asked first for a block: the name of a host, or the bucket."""
+    def first_source(self, name: str, block: int) -> str:
+        """The source that is asked first for a block: the name of a host, or the bucket."""
         source = self.blocks[name, block].source
         number = source.holders[0] if source.holders else source.owner
         return BUCKET if number is None else self.hosts[number].name

@@ -3,8 +3,8 @@
 In: blocks that the restore plan shares. Out: their bytes, checked, and where they came from. A block
 that fails is read from storage; one whose sidecar stalls is read from storage, too, and the first
 answer counts. After that, blocks are read from storage directly until the sidecar answers again. No read
-lasts longer than the load, though storage or a sidecar never answers. Blocking; thread-safe; for one
-load of one rank.
+outlasts the load, even if storage or a sidecar never answers. Blocking; thread-safe; for one load of one
+rank.
 """
 
 import logging
@@ -24,13 +24,13 @@ _log = logging.getLogger(__name__)
 
 
 class FetchedBlock(Protocol):
-    """A block that has come, in memory of a sidecar or of a connection."""
+    """A block that has arrived, in memory of a sidecar or of a connection."""
 
     def copy(self, memory: memoryview) -> str:
-        """Fills ``memory`` with it and lets it go; returns the name of its source. Raises PannierError."""
+        """Copies it to ``memory`` and releases it; returns the name of its source. Raises PannierError."""
 
     def release(self) -> None:
-        """Lets it go."""
+        """Releases it."""
 
 
 class BlockReader(Protocol):
@@ -42,14 +42,14 @@ class BlockReader(Protocol):
     def find(self, name: str, block: int) -> "BlockPlace | None":
         """A block of a file; None: it isn't shared."""
 
-    def asked(self, name: str, block: int) -> str:
-        """Who is asked for a block: the name of a host, or the bucket."""
+    def first_source(self, name: str, block: int) -> str:
+        """The source that is asked first for a block: the name of a host, or the bucket."""
 
     def request(self, name: str, block: int) -> "Future[FetchedBlock]":
         """The block, later; or a PannierError."""
 
-    def messages(self) -> int:
-        """How many signs of life have come so far."""
+    def message_count(self) -> int:
+        """Number of messages that have arrived so far, empty ones that only show a live sender included."""
 
     def close(self) -> None:
         """Ends all requests."""
@@ -89,10 +89,10 @@ class SharedBlocks:
         self._url = url
         self._progress = progress
         self._stalled_at: int | None = None
-        """Messages that had come when the sidecar stalled."""
+        """Number of messages that had arrived when the sidecar stalled; None: it has not stalled."""
         self._logged: set[str] = set()
         self._end: Future[None] = Future()
-        """Of the load."""
+        """Done when the load has ended."""
 
     def has(self, name: str) -> bool:
         """Whether blocks of this file are shared."""
@@ -106,13 +106,13 @@ class SharedBlocks:
         """Fills ``memory`` with a shared block; returns the name of its source.
 
         Raises:
-            StorageError: it can't be had, not from storage either.
+            StorageError: it can't be read, not from storage either.
             IntegrityError: its bytes in storage are not those that were saved.
         """
-        if self._stalled_at == self._reader.messages():
+        if self._stalled_at == self._reader.message_count():
             return self._read_stored(name, block, memory)
         self._stalled_at = None
-        with self._progress.requesting(self._reader.asked(name, block)):
+        with self._progress.requesting(self._reader.first_source(name, block)):
             request = self._reader.request(name, block)
             arrived = self._arrives(request)
         if not arrived:
@@ -138,13 +138,13 @@ class SharedBlocks:
         """Whether the request ends, with a block or an error, before its sidecar stalls."""
         # Polls are counted, not seconds: this process may have been stopped meanwhile.
         polls = quiet = 0
-        seen = self._reader.messages()
+        seen = self._reader.message_count()
         while not wait([request], timeouts.FETCH_POLL_S).done:
             if self._end.done():
                 return False
             polls, quiet = polls + 1, quiet + 1
-            if seen != self._reader.messages():
-                seen, quiet = self._reader.messages(), 0
+            if seen != self._reader.message_count():
+                seen, quiet = self._reader.message_count(), 0
             if quiet * timeouts.FETCH_POLL_S >= timeouts.FETCH_STALL_S:
                 return False
             if polls * timeouts.FETCH_POLL_S >= timeouts.FETCH_SLOW_S:
@@ -154,7 +154,7 @@ class SharedBlocks:
     def _hedge(
         self, name: str, block: int, memory: memoryview, request: "Future[FetchedBlock]"
     ) -> str:
-        seen = self._reader.messages()
+        seen = self._reader.message_count()
         offset, check = self._stored(name, block)
         stored = self._storage.start(name, offset, len(memory), check)
         if not self._end.done():
@@ -175,9 +175,9 @@ class SharedBlocks:
             except PannierError as error:
                 self._note(error)
         else:
-            if not request.done() and seen == self._reader.messages():
+            if not request.done() and seen == self._reader.message_count():
                 self._stalled_at = seen
-            # Also if it has come since the look above: at once then.
+            # Runs at once if the block has arrived since the check above.
             request.add_done_callback(_release)
         memory[:] = stored.result()
         return BUCKET

@@ -27,16 +27,16 @@ from pannier.wire.errors import IntegrityError
 _log = logging.getLogger(__name__)
 
 LOCAL_REQUEST_BYTES: Final = 1 << 20
-"""What is read together from a local file: it is still in the processor's cache when it is copied."""
+"""Most bytes read together from a local file: they are still in the processor's cache when copied."""
 REMOTE_REQUEST_BYTES: Final = BLOCK_BYTES
-"""The same from other storage."""
+"""Most bytes read together from other storage."""
 
 
 class RangeSource(Protocol):
     """Reads the files of a checkpoint. Thread-safe."""
 
     def reads_blocks(self, name: str) -> bool:
-        """Whether a file is read in blocks, each all at once: parts of one are read faster together."""
+        """Whether a file is read in whole blocks, so that parts of one block are read faster together."""
 
     def read_parts(self, name: str, parts: Sequence[Part]) -> None:
         """Fills the targets with a file's bytes, from each one's offset on. Raises StorageError."""
@@ -52,7 +52,7 @@ class Storage(Protocol):
         """Fills ``target`` with a file's bytes from ``offset`` on. Raises StorageError. Thread-safe."""
 
     def read_range(self, name: str, offset: int, size: int) -> bytes | memoryview:
-        """The same bytes; not of local files."""
+        """Returns ``size`` bytes of a file from ``offset`` on; not for local storage."""
 
 
 class Sharing(Protocol):
@@ -63,14 +63,14 @@ class Sharing(Protocol):
 
     @property
     def host(self) -> str:
-        """Name of this host; after :meth:`survey`, as its sidecar has it."""
+        """Name of this host; after :meth:`survey`, as its sidecar reports it."""
 
     @property
     def local_files(self) -> Mapping[str, LocalFile]:
         """The rank's files in this host's spool, after :meth:`survey`."""
 
     def locate(self, attempt: str, names: Sequence[str]) -> Mapping[str, LocalFile]:
-        """Those files of an attempt that are in this host's spool, for a load of one rank."""
+        """The files of an attempt that are in this host's spool, for a load of one rank."""
 
     def survey(self, load: LoadName, metadata: Metadata, items: Sequence[ReadItem]) -> RankNeeds:
         """What the rank needs and has for others."""
@@ -78,13 +78,13 @@ class Sharing(Protocol):
     def plan(
         self, directory: Any, attempt: str, needs: Sequence[RankNeeds]
     ) -> list[RankPlan | None]:
-        """What each rank takes through sidecars, in their order."""
+        """Each rank's plan, in the order of ``needs``; None: it takes nothing through sidecars."""
 
     def open_blocks(self, plan: RankPlan, progress: LoadProgress) -> BlockReader | None:
-        """What takes the rank's blocks through sidecars; None: nothing can."""
+        """A reader that gets the rank's blocks through sidecars; None: that isn't possible."""
 
     def close(self) -> None:
-        """Lets go of :attr:`local_files`."""
+        """Drops :attr:`local_files`."""
 
 
 class Sources:
@@ -118,18 +118,18 @@ class Sources:
         """Sources of the shared blocks in the cache, and of earlier ones."""
 
     def is_near(self, name: str) -> bool:
-        """Whether reads of a file are short: not by requests to another host."""
+        """Whether reads of a file are short, without requests to another host."""
         return self._storage.is_local or name in self._local
 
     def request_bytes(self, name: str) -> int:
-        """How much of a file is to be read together."""
+        """Most bytes of a file that are to be read together."""
         return LOCAL_REQUEST_BYTES if self.is_near(name) else REMOTE_REQUEST_BYTES
 
     def fills_targets(self, name: str, start: int, end: int) -> bool:
         """Whether these bytes of a file may be read into a tensor's own memory.
 
-        Then nothing that was interrupted goes on to write there for long: :meth:`cancel` ends it, also
-        where it turns out that storage on another host has to be read.
+        That requires that no interrupted read writes there for long: local reads are short, and
+        :meth:`cancel` ends reads of shared blocks, also those that fall back to storage.
         """
         if self.is_near(name):
             return True
@@ -191,7 +191,7 @@ class Sources:
         aside(self._stored.close if self._shared is None else self._shared.close)
 
     def close(self) -> None:
-        """Lets go of the files in the spool, which the sidecar may use again then, and of shared blocks."""
+        """Drops the files in the spool, which the sidecar may then reuse, and ends reads of shared blocks."""
         with self._lock:
             self._local.clear()
         self.cancel()

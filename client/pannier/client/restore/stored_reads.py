@@ -1,9 +1,9 @@
-"""Reads of storage on another host: each is repeated if it takes long, and none has to be waited for until it ends.
+"""Reads from storage on another host: a slow request is made a second time, and closing ends all waits.
 
-In: a range of a file. Out: its bytes, in memory of their own, from a thread of their own. A request that takes
-several times as long as its like is made a second time, since it may hang; the first good answer
-counts. Storage may take its time to answer, or to give up: when these reads are closed, all who wait for one get
-an error at once, and what storage still sends is dropped. Thread-safe; for one load of one rank.
+In: a range of a file. Out: its bytes, in separate memory, read by a separate thread. A request that takes
+several times as long as others of its size is made a second time, since it may hang; the first good answer
+counts. Storage may take long to answer or to time out: closing fails all waits at once, and what storage
+still sends is dropped. Thread-safe; for one load of one rank.
 """
 
 import threading
@@ -20,27 +20,27 @@ from pannier.wire.errors import StorageError
 _THREADS: Final = 64
 """Requests at a time; each of the load's own threads waits for two at most."""
 _KNOWN: Final = 64
-"""Durations of requests of like sizes that their median is of."""
+"""Durations of requests of similar sizes from which the median is taken."""
 _ENOUGH: Final = 5
-"""Fewer durations have no median."""
+"""With fewer durations no median is taken."""
 _LONG: Final = 4
-"""Times the median: then a request is made again."""
+"""A request that takes so many times the median is made a second time."""
 
 ReadStorage = Callable[[str, int, int], bytes | memoryview]
-"""A file's bytes from an offset on, so many. Raises StorageError."""
+"""Reads bytes of a file: its name, an offset and the number of bytes. Raises StorageError."""
 Check = Callable[[bytes | memoryview], None]
 """Raises PannierError: the bytes are not those that were saved."""
 
 
 class _Wanted(Future[bytes | memoryview]):
-    """Bytes that are to come."""
+    """A read whose bytes have not arrived yet."""
 
     def __init__(self, name: str, offset: int, size: int, check: Check) -> None:
         super().__init__()
         self.range: Final = (name, offset, size)
         self.check: Final = check
         self.requests = 0
-        """Under way."""
+        """Number of requests under way."""
 
 
 class StoredReads:
@@ -60,7 +60,7 @@ class StoredReads:
         self._hedged = hedged
         self._lock = threading.Lock()
         self._wanted: set[_Wanted] = set()
-        """Without an answer yet."""
+        """Reads without an answer yet."""
         self._durations: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_KNOWN))
         """Of requests, by the bits of their size."""
         self._closed = False
@@ -100,8 +100,8 @@ class StoredReads:
             self._closed = True
             wanted, self._wanted = self._wanted, set()
         for each in wanted:
-            each.set_exception(self._ended("its files"))
-        # Not cancel_futures, which wakes no thread that waits: what is queued ends by itself.
+            each.set_exception(self._ended(each.range[0]))
+        # Without cancel_futures, which wakes no thread that waits for them: queued reads end by themselves.
         self._pool.shutdown(wait=False)
 
     def _request(self, wanted: _Wanted) -> bool:
@@ -146,4 +146,4 @@ class StoredReads:
             wanted.set_result(content)
 
     def _ended(self, name: str) -> StorageError:
-        return StorageError(f"{self._url}: {name} isn't read any more: the load has ended")
+        return StorageError(f"reading {self._url}/{name} was cancelled: the load has ended")

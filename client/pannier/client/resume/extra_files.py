@@ -1,8 +1,9 @@
-"""Extra files of a checkpoint, of the attempt that ``.metadata`` is of.
+"""Extra files of a checkpoint, read from the attempt that wrote its ``.metadata``.
 
-In: a checkpoint id and a name. Out: the file's bytes, compared with their checksum. They lie in a data file of the
-attempt; so they fit the state that is loaded, also while a save to the same id is being committed. The copy at
-``<checkpoint_id>/<name>`` is for tools that know nothing of Pannier. Blocking; any thread.
+In: a checkpoint id and a name. Out: the file's bytes, compared with their checksum. They are stored in a data
+file of the attempt: so they match the state that is loaded, also while a save to the same id is being
+committed. The copy at ``<checkpoint_id>/<name>`` is for tools that know nothing of Pannier. Blocking; any
+thread.
 """
 
 import itertools
@@ -17,7 +18,7 @@ from pannier.client.save_factory import raise_unretrieved
 from pannier.wire.errors import StorageError
 
 _TRIES: Final = 3
-"""Replacements of the checkpoint in a row, while it is read."""
+"""Tries, if the checkpoint is replaced while it is read."""
 
 
 @at_call
@@ -29,9 +30,9 @@ def read_extra_file(
 ) -> bytes:
     """A file that ``async_save(extra_files=...)`` added to a checkpoint; each rank reads by itself.
 
-    It is the one that belongs to the state that :func:`load` reads, compared with its checksum, also while the
-    checkpoint is being replaced. Of a checkpoint that Pannier didn't write, what is at
-    ``<checkpoint_id>/<name>``.
+    The file belongs to the same save as the state that :func:`load` reads, also while the checkpoint is being
+    replaced, and is compared with its checksum. For a checkpoint that Pannier didn't write, the object at
+    ``<checkpoint_id>/<name>`` is read.
 
     Args:
         checkpoint_id: directory: a path or a URL.

@@ -1,9 +1,10 @@
 """Waits until saves that every rank had ingested are committed, so that a restart loses no step.
 
-In: a root and a pattern, or one checkpoint id. Out: their attempts that are newer than the newest checkpoint, ended: by the
-sidecars that hold them and the job's coordinator, which this module only observes in storage and in the
-status of this host's sidecars; where all receipts are in storage and no coordinator commits, by ``pannier
-recover``. What can't be finished is described, with ranks and hosts. Blocking; for one thread.
+In: a root and a pattern, or one checkpoint id. Out: the end of its attempts that are newer than the newest
+checkpoint. The sidecars that hold them and the job's coordinator finish them; this module only observes
+that, in storage and in the status of this host's sidecars. If all receipts are in storage and no coordinator
+commits, it runs ``pannier recover``. Attempts that can't be finished are described, with ranks and hosts.
+Blocking; for one thread.
 """
 
 import functools
@@ -86,7 +87,7 @@ class Unfinished:
 
 
 class IngestedSaves:
-    """Finishes them.
+    """See the module.
 
     Args:
         status: of this host's sidecars.
@@ -99,7 +100,7 @@ class IngestedSaves:
         self._start_daemons = start_daemons
 
     def resume_here(self) -> None:
-        """Makes this host's spool be uploaded; every rank calls it. Logs why it can't be."""
+        """Starts the upload of what this host's spool holds; every rank calls it. Logs why that fails."""
         try:
             self._start_daemons()
         except PannierError as error:
@@ -114,7 +115,7 @@ class IngestedSaves:
         options: Mapping[str, Any] | None,
         timeout_s: float,
     ) -> None:
-        """Waits until the newest attempt below a root that can be committed is; logs what can't be.
+        """Waits until the newest attempt that can be committed below a root is committed; logs the others.
 
         Args:
             options: of the fsspec file system.
@@ -154,7 +155,7 @@ class IngestedSaves:
         floor = standing.attempt if standing is not None else None
         directories = catalog.directories(root, pattern)
         attempts = catalog.attempts_of(directories)
-        begun = catalog.incarnations_begun(directories, attempts, pattern)
+        begun = catalog.incarnation_start_times(directories, attempts, pattern)
 
         def key(attempt: str) -> tuple[Any, ...]:
             return catalog.order_key(_parsed(attempt), begun)
@@ -175,7 +176,7 @@ class IngestedSaves:
         directories: Sequence[StorageDir],
         attempts: Sequence[Sequence[object_names.Attempt]],
     ) -> list[Unfinished]:
-        """The attempts at these checkpoints, and what sidecars list below the root and isn't decided."""
+        """The attempts at these checkpoints, and the undecided saves below the root that sidecars list."""
         found = {}
         places = {directory.url: directory for directory in directories}
         for directory, own in zip(directories, attempts, strict=True):
@@ -194,6 +195,7 @@ class IngestedSaves:
         """Empty once it is committed; else why it can't be."""
         began = seen = time.monotonic()
         complete_since: float | None = None
+        problem = ""
         what = f"{found.directory.url}, which an earlier start left ingested,"
         with wait_log.logged(what, lambda: found.lacks):
             while True:
@@ -206,16 +208,21 @@ class IngestedSaves:
                 if found.status is not None or found.durable != before:
                     seen = now
                 waited = f"after {now - began:.0f} s still waiting for {found.lacks}"
+                if problem:
+                    waited = (
+                        f"its receipts are all in storage, but `pannier recover` failed: {problem}"
+                    )
                 if deadline.passed:
                     return waited
                 if now - seen > timeouts.INGESTED_SIGN_S:
-                    return f"{waited}; no sidecar of this host knows the save any more"
+                    unknown = "; no sidecar of this host knows the save any more"
+                    return waited if problem else f"{waited}{unknown}"
                 if not found.is_complete:
-                    complete_since = None
+                    complete_since, problem = None, ""
                 elif complete_since is None:
                     complete_since = now
                 elif now - complete_since > timeouts.INGESTED_COMMIT_S:
-                    _commit(found, deadline)
+                    problem = _commit(found, deadline)
                     complete_since = None
                 time.sleep(min(timeouts.INGESTED_POLL_S, deadline.remaining()))
 
@@ -265,7 +272,7 @@ class IngestedSaves:
 def ingested_of(
     factory: Callable[[], SaveFactory], settings: Callable[[], Settings], *, no_dist: bool
 ) -> IngestedSaves:
-    """For a client's factory of saves, which is made only where embedded daemons are to be started."""
+    """The ingested saves of a client, whose ``factory`` is called only to start embedded daemons."""
 
     def start() -> None:
         if settings().embedded:
@@ -280,8 +287,8 @@ default_ingested = functools.partial(
 """For the process's default factory."""
 
 
-def _commit(found: Unfinished, deadline: Deadline) -> None:
-    """Commits it from storage alone, as its coordinator would."""
+def _commit(found: Unfinished, deadline: Deadline) -> str:
+    """Commits it from storage alone, as its coordinator would; returns why that failed, or ""."""
     command = [sys.executable, "-m", "pannier.cli", "recover", found.directory.url]
     _log.info("all receipts of %s are in storage: %s", found.directory.url, " ".join(command[1:]))
     try:
@@ -290,14 +297,17 @@ def _commit(found: Unfinished, deadline: Deadline) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=max(1.0, deadline.remaining()),
+            timeout=max(timeouts.INGESTED_RECOVER_S, deadline.remaining()),
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         _log.warning("%s can't be committed from storage: %s", found.directory.url, error)
-        return
-    if ended.returncode:
-        _log.warning("pannier recover %s: %s", found.directory.url, ended.stderr.strip()[-500:])
+        return str(error)
+    if not ended.returncode:
+        return ""
+    problem = ended.stderr.strip()[-500:] or f"exit status {ended.returncode}"
+    _log.warning("pannier recover %s: %s", found.directory.url, problem)
+    return problem
 
 
 def _read_members(directory: StorageDir, attempt: str) -> dict[int, str]:
@@ -317,7 +327,9 @@ def _parsed(attempt: str) -> object_names.Attempt:
     return object_names.Attempt.parse(attempt)
 
 
-def _order(found: Unfinished, begun: catalog.Begun) -> tuple[bool, tuple[Any, ...], float]:
+def _order(
+    found: Unfinished, begun: catalog.IncarnationStarts
+) -> tuple[bool, tuple[Any, ...], float]:
     """Sort key, newest last: what has no attempt yet is newer than what has one."""
     created = found.status.created_at if found.status is not None else 0.0
     name = found.attempt

@@ -13,13 +13,13 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pannier.client import torch_compat
 from pannier.client.config import check_timeout
 from pannier.client.loading import catalog, highest_incarnation
 from pannier.client.loading.filesystem import open_dir
 from pannier.client.messages import wait_log
 from pannier.client.messages.call_errors import at_call
 from pannier.client.process_group import is_alone
+from pannier.client.ranks.group_start import start_store
 from pannier.client.ranks.rank_hosts import default_hosts
 from pannier.client.ranks.store_calls import StoreCalls
 from pannier.client.resume.ingested_saves import IngestedSaves, default_ingested
@@ -138,7 +138,7 @@ def find_latest(
         deadline = Deadline(look_s)
         prepare()
         # Before the listing: so that an incarnation that starts to save after it has a higher number.
-        highest_incarnation.look(root, storage_options)
+        highest_incarnation.read(root, storage_options)
         below = Pattern(pattern)
         if wanted is not None:
             wanted.finish_newest(root, below, storage_options, deadline.remaining())
@@ -166,15 +166,15 @@ def _shared(
             f"rank {dist.get_rank()} is not in this process group: only its ranks may call latest() "
             "with it"
         )
-    store = PrefixStore(_PREFIX, torch_compat.group_store(process_group))
     rank = dist.get_rank(process_group)
     first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
     hosts = default_hosts()
-    calls = StoreCalls(hosts, f"latest below {what}")
+    description = f"latest below {what}"
+    started = start_store(process_group, hosts, description=description, timeout_s=timeout)
+    store = PrefixStore(_PREFIX, started)
+    calls = StoreCalls(hosts, description)
 
     def begin(_: int) -> tuple[str, str]:
-        hosts.register()
-        # Counted in the store, which may outlive this process group.
         return str(store.add(f"calls/{rank}", 1)), hosts.text([first])
 
     key, first_text = calls.run(begin, timeout)
@@ -184,9 +184,7 @@ def _shared(
         )
     # After the call was counted: so the next call is in step also if this one raises.
     prepare()
-    with wait_log.logged(
-        f"latest below {what}", lambda: f"{first_text} to list what is in storage"
-    ):
+    with wait_log.logged(description, lambda: f"{first_text} to list what is in storage"):
         content = calls.await_key(store, key, timeout)
     if content is None:
         raise DeadlineError(
@@ -216,6 +214,6 @@ def _look_for_all(
         text = str(error) if isinstance(error, PannierError) else f"{type(error).__name__}: {error}"
         send(json.dumps({"what": what, "error": text}))
         raise
-    incarnation = highest_incarnation.recall(root)
+    incarnation = highest_incarnation.known(root)
     send(json.dumps({"what": what, "latest": found, "incarnation": incarnation}))
     return found

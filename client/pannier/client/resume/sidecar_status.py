@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class SidecarStatus:
-    """The sidecars of this host, as a load asks them.
+    """Asks the sidecars of this host.
 
     Args:
         settings: where they are.

@@ -87,7 +87,7 @@ def archive(dtype: torch.dtype, shape: Sequence[int]) -> Archive:
 
 
 def planned_archive(item: WriteItem) -> Archive | None:
-    """The archive of an item that is what its plan says; None where that has no template."""
+    """The archive of an item that matches its plan; None if the planned item has no archive template."""
     data = item.tensor_data
     if item.type is WriteItemType.BYTE_IO or data is None:
         return None
@@ -201,7 +201,7 @@ class CachedHeaders:
     views: list[torch.Tensor]
     """The raw bytes of each archive, as tensors. They don't keep the memory mapped: the arena does."""
     small_views: list[torch.Tensor]
-    """Those of them that are filled by one call."""
+    """Those of :attr:`views` that one call fills."""
 
 
 _lock = threading.Lock()
@@ -209,7 +209,7 @@ _cached: WeakKeyDictionary[MemoryMapping, CachedHeaders] = WeakKeyDictionary()
 
 
 def take_headers(buffer: FileBuffer) -> CachedHeaders | None:
-    """The buffer's headers, which are no longer cached then; None when they must be written."""
+    """Removes the buffer's headers from the cache and returns them; None: they must be written."""
     if buffer.mapping is None:
         return None
     with _lock:

@@ -19,7 +19,7 @@ from pannier.wire.errors import PannierError
 _PAGE: Final = mmap.PAGESIZE
 HUGE_PAGE: Final = 2 << 20
 SPILL_BYTES: Final = 1 << 20
-"""Of a growing buffer at first."""
+"""Initial size of a growing buffer."""
 _MADV_POPULATE_WRITE: Final = 23
 
 # Calls through ctypes release the GIL, mmap.madvise() doesn't.
@@ -42,7 +42,7 @@ class MemoryMapping:
         self.last_used = 0
         """The pool's counter when it was last given back."""
         self.acquired = 0
-        """The pool's counter when it was last handed out: of a later save, a higher one."""
+        """The pool's counter when it was last handed out; higher for a later save."""
         self.copy_of = ""
         """The group whose newest committed save it holds, which loads read in the sidecar's spool; "": none."""
         self.capacity = 0
@@ -138,7 +138,8 @@ _mapped: "WeakSet[mmap.mmap]" = WeakSet()
 
 
 def _after_fork() -> None:
-    # MADV_DONTFORK: the child has no pages there, and may have mapped something else.
+    # MADV_DONTFORK: the child doesn't have this mapping, and may have mapped something else at its address,
+    # which freeing the object would unmap: the object is leaked.
     for memory in list(_mapped):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
@@ -246,9 +247,9 @@ class Arena:
         return self._spill
 
     def detach(self) -> tuple[list[MemoryMapping], AnonymousMapping | None]:
-        """Lets go of the memory: its mappings, and that of the growing buffer if it may be kept.
+        """Gives up the memory: its mappings, and that of the growing buffer unless it is too large to keep.
 
-        For the pool alone. The arena can't be used afterwards.
+        To be called by the pool alone. The arena can't be used afterwards.
         """
         mappings, self._mappings = self._mappings, []
         spill_mapping, self._spill_mapping = self._spill_mapping, None

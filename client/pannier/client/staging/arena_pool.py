@@ -47,7 +47,7 @@ class ArenaPool:
         *,
         streaming_reason: str = "",
     ) -> Arena:
-        """An arena with a buffer of each size, bytes; 0 is a size.
+        """An arena with a buffer of each size, bytes, which may be 0.
 
         Args:
             source: maps its memory; None: anonymous memory of this process.
@@ -93,21 +93,6 @@ class ArenaPool:
         with self._lock:
             self._in_use[arena] = sum(mapping.capacity for mapping in used)
         return arena
-
-    def prepare(self, sizes: Sequence[int], source: MappingSource | None = None) -> None:
-        """Maps the memory of as many arenas of these sizes as may be in use at the same time.
-
-        Raises PannierError when there is no memory for them.
-        """
-        with self._lock:
-            count = self._limit - len(self._in_use)
-        arenas: list[Arena] = []
-        try:
-            for _ in range(count):
-                arenas.append(self.acquire(sizes, source))
-        finally:
-            for arena in arenas:
-                self.release(arena)
 
     def release(self, arena: Arena, *, reuse: bool = True, copy_of: str = "") -> None:
         """Takes the memory back; nothing of ``arena`` may be used afterwards.
@@ -156,7 +141,7 @@ class ArenaPool:
         _unmap(dropped)
 
     def close(self) -> None:
-        """Frees the memory of no arena; an arena's is freed when it is released."""
+        """Frees the memory that no arena uses; an arena's memory is freed when it is released."""
         with self._lock:
             self._closed = True
             dropped, self._free = self._free, []
@@ -171,7 +156,11 @@ class ArenaPool:
         *,
         copies: bool = False,
     ) -> None:
-        """Takes a free mapping for each size that has none yet; ``copies``: of those that hold a copy."""
+        """Takes a free mapping for each size that has none yet.
+
+        Args:
+            copies: take only mappings that hold a copy of a committed save, else only others.
+        """
         for index, size in _largest_first(sizes):
             if not found.get(index):
                 found[index] = self._take_free(size, source, copies)
@@ -215,7 +204,7 @@ class ArenaPool:
         return sum(in_use) + sum(copies) + needed > self._limit * max([needed, *in_use, *copies])
 
     def _make_room(self, needed: int, missing: int) -> list[MemoryMapping]:
-        """Takes out the least recently used mappings, so that those of earlier sizes don't pile up."""
+        """Removes the least recently used mappings, so that those of earlier sizes don't pile up."""
         dropped: list[MemoryMapping] = []
         if not missing:
             return dropped

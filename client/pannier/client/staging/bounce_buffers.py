@@ -89,7 +89,7 @@ class BounceQueue:
             self._finish_oldest()
             buffer = self._pool.acquire(wait=False)
         if buffer is None:
-            # Only while holding none: the threads that hold buffers never wait for another.
+            # This thread holds no buffer here. Threads that hold buffers never wait for another one.
             buffer = self._pool.acquire(wait=True)
         assert buffer is not None
         try:

@@ -32,7 +32,7 @@ from pannier.wire.errors import PannierError
 from pannier.wire.plan_columns import decode_column
 
 _LOWEST_ADDRESS: Final = 1 << 40
-"""The address of a tensor whose storage was freed is its offset. Few others lie below this."""
+"""``data_ptr()`` of a tensor whose storage was freed is only its offset. Few real addresses are lower."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class CopyPlan:
         spill = arena.spilled
         if spill is not None and spill.size:
             files.append(StagedFile(names[-1], spill.size, spill.address, spill))
-        deferred = copies.start_deferred()  # before the description is read: it may change it
+        deferred = copies.start_deferred()  # before the description is read, which this may change
         copy_description = copies.copy_description or (
             runtime.COPY_DESCRIPTION if self._fetches else ""
         )
@@ -271,7 +271,7 @@ def _is_planned(item: WriteItem, value: Any) -> bool:
 
 
 def _headers_of(file: _File, buffer: FileBuffer) -> archives.CachedHeaders:
-    """Takes the buffer's cached headers; writes them where there are none of this file."""
+    """Takes the buffer's cached headers; writes them if it has none for this file."""
     found = archives.take_headers(buffer)
     if found is None or found.layout is not file:
         found = _write_headers(file, buffer)
@@ -279,7 +279,7 @@ def _headers_of(file: _File, buffer: FileBuffer) -> archives.CachedHeaders:
 
 
 def _write_headers(file: _File, buffer: FileBuffer) -> archives.CachedHeaders:
-    """Writes all of a file but the elements."""
+    """Writes everything of a file except the tensors' elements."""
     written = 0
     memory = buffer.memory
     for tensor in file.tensors:

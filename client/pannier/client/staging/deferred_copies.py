@@ -1,6 +1,6 @@
 """Copies from devices that complete after ``async_save`` has returned.
 
-In: copies, as many of which are queued at once as there are bounce buffers for. Out:
+In: copies, of which only as many are queued at first as there are free bounce buffers. Out:
 :meth:`DeferredCopies.make_stream_wait` for the training stream, and :meth:`DeferredCopies.finish`
 for the thread that needs the bytes. Owned by the save; thread-safe.
 """
@@ -43,6 +43,8 @@ class DeferredCopies:
         self.copy_description = copy_description
         """See :attr:`DeviceCopies.copy_description`."""
         self._lock = threading.Lock()
+        self._on_device = torch_compat.on_current_device()
+        """For the thread that finishes: its own device may be one that this process doesn't use."""
         self._copies = list(copies)
         self._versions = [torch_compat.version(copy.tensor) for copy in copies]
         self._bounce_queue = bounce_queue
@@ -79,7 +81,7 @@ class DeferredCopies:
         return self._done
 
     def make_stream_wait(self) -> None:
-        """Makes what the caller's stream gets from now on wait until the sources are copied.
+        """Makes work queued on the caller's stream from now on wait until the sources are copied.
 
         The host waits only until the copies that go through bounce buffers are queued.
         """
@@ -102,6 +104,12 @@ class DeferredCopies:
             InvalidRequestError: a source changed before it was copied.
             Exception: the error of a device that failed.
         """
+        with self._on_device():
+            self._finish(stop)
+        if self._problem is not None:
+            raise self._problem
+
+    def _finish(self, stop: Callable[[], bool]) -> None:
         try:
             while self._not_queued and not stop():
                 self._bounce_queue.put(self._not_queued.popleft())
@@ -119,8 +127,6 @@ class DeferredCopies:
             raise
         finally:
             self._release()
-        if self._problem is not None:
-            raise self._problem
 
     def _release(self) -> None:
         """Ends the copies, complete or not: afterwards no device writes to the arena."""
@@ -143,7 +149,7 @@ class DeferredCopies:
         self._all_queued.set()
 
     def _check(self) -> None:
-        """Notes a source that was changed too early. Called before the sources may change."""
+        """Records a source that was changed too early. Called before the sources may change."""
         for copy, version in zip(self._copies, self._versions, strict=True):
             if torch_compat.version(copy.tensor) != version:
                 self._problem = InvalidRequestError(

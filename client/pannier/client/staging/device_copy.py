@@ -34,9 +34,9 @@ _SMALL: Final = 64 << 10
 _BATCH: Final = 64 << 20
 """Bytes that are gathered before they are queued."""
 _HELD: Final = 512 << 20
-"""Bytes of sources that copies under way keep alive: a planner may have allocated them for the save."""
+"""Most bytes of sources that copies under way keep alive: a planner may have allocated them for the save."""
 SNAPSHOT_BYTES: Final = 256 << 20
-"""Limit of the tensors that may change at once and are copied on the device first."""
+"""Most bytes of tensors that may change once the call returns, and so are first copied on the device."""
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
@@ -75,7 +75,7 @@ class DeviceCopies:
         """Batches that are queued: events after them, their sources, and bytes of these."""
         self._deferred: list[TensorCopy] = []
         self._to_snapshot: list[TensorCopy] = []
-        """Deferred copies of tensors that may change at once: copied on the device first."""
+        """Deferred copies of tensors that may change once the call returns: first copied on the device."""
         self._snapshot_bytes = 0
         self._pinned: dict[FileBuffer | SpillBuffer, bool] = {}
         self.copy_description = ""
@@ -121,7 +121,7 @@ class DeviceCopies:
         self._queue_gathered()
 
     def wait(self) -> None:
-        """Returns when the queued copies are complete; drops all others. Also for after a failure."""
+        """Returns when the queued copies are complete; drops all others. May be called after a failure."""
         self._gathered.clear()
         self._gathered_bytes = 0
         try:
@@ -153,7 +153,7 @@ class DeviceCopies:
             try:
                 snapshot = self._backend.side_stream(copy.tensor.device).snapshot(copy.tensor)
             except torch.OutOfMemoryError:
-                # The device has no memory for them: these are not deferred.
+                # The device has no memory for the remaining snapshots: these copies are not deferred.
                 self._gathered += copies[number:]
                 break
             snapshots.append(copy._replace(tensor=snapshot))

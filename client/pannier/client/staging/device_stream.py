@@ -53,7 +53,7 @@ class SideStream:
         self._event_options = {"blocking": True} if device.type == "cuda" else {}
 
     def wait_for_caller(self) -> None:
-        """Makes what is queued here from now on wait for all that the caller's stream holds now."""
+        """Makes work queued here from now on wait for all work that the caller's stream has now."""
         self._stream.wait_stream(self._module.current_stream(self.device))
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -82,7 +82,7 @@ class SideStream:
         return event
 
     def make_caller_wait(self, event: DeviceEvent) -> None:
-        """Makes what the caller's stream gets from now on wait, on the device, for ``event``."""
+        """Makes work queued on the caller's stream from now on wait, on the device, for ``event``."""
         self._module.current_stream(self.device).wait_event(event)
 
 

@@ -27,7 +27,7 @@ from pannier.wire.errors import InvalidRequestError
 LARGE: Final = 256 << 10
 """Bytes; copies of at least this size are gathered and shared by threads."""
 _HELD: Final = 256 << 20
-"""Bytes of gathered sources before they are copied: a planner may have allocated them for the save."""
+"""Gathered sources of more bytes are copied at once: a planner may have allocated them for the save."""
 _PIECE: Final = 8 << 20
 """A copy up to this size is made by one thread. Larger ones are cut into pieces as large as the
 balance between threads allows: above a threshold (glibc.cpu.x86_non_temporal_threshold) the C

@@ -1,7 +1,7 @@
 """How many saves may be staged but not ingested (``max_in_flight``), and the arenas they hold.
 
 In: calls of ``async_save``. Out: an :class:`InFlightSave` for each, which holds its arena and decides
-what becomes of it. Owned by the client; thread-safe.
+how it is given back. Owned by the client; thread-safe.
 """
 
 import enum
@@ -27,7 +27,7 @@ class ArenaUse(enum.IntEnum):
     UNUSED = enum.auto()
     """Nothing: the memory is used again."""
     LOCAL_COPY = enum.auto()
-    """Loads, in the sidecar's spool: the memory is used again when there is no other."""
+    """Loads, in the sidecar's spool: the memory is used again when the pool has no other."""
     READ_BY_SIDECAR = enum.auto()
     """The sidecar, which has its files: this process unmaps them and doesn't use them again."""
     READ_LOCALLY = enum.auto()
@@ -148,7 +148,7 @@ class InFlightSaves:
         # Weak: a call that is interrupted between two bytecodes may lose its save without freeing it.
         self._saves: weakref.WeakSet[InFlightSave] = weakref.WeakSet()
         self._ingested: weakref.WeakSet[InFlightSave] = weakref.WeakSet()
-        """Those that hold an arena although they are ingested."""
+        """Saves that hold an arena although they are ingested."""
         self._changed = Condition()
 
     def admit(self, on_busy: str, timeout_s: float) -> InFlightSave:
@@ -171,7 +171,11 @@ class InFlightSaves:
                 if on_busy == "raise":
                     raise BusyError(f"{what}: save less often, or use on_busy='wait' or 'skip'")
                 if not self._await(lambda: len(self._saves) < self._limit, timeout_s):
-                    raise DeadlineError(f"after {timeout_s:.1f} s still {what}")
+                    raise DeadlineError(
+                        f"no staging memory became free within {round(timeout_s, 1):g} s: "
+                        f"{len(self._saves)} saves hold it (PANNIER_MAX_IN_FLIGHT): {self._describe()}; "
+                        "save less often or raise it"
+                    )
             self._saves.add(save)
         return save
 

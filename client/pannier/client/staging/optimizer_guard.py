@@ -2,8 +2,8 @@
 
 In: optimizers (``client.guard``) and deferred copies. Out: before each step of a guarded optimizer
 the training stream waits, on the device, until its tensors are copied. Only tensors that nothing but
-an optimizer changes may be deferred: its parameters and its state. Which of a state dict's tensors
-are buffers, which the forward pass may change, can't be seen from it. Thread-safe.
+an optimizer changes may be deferred: its parameters and its state. A state dict doesn't show which of
+its tensors are buffers, which the forward pass may change. Thread-safe.
 """
 
 import threading
@@ -44,7 +44,7 @@ class Guard:
     def remove(self) -> None:
         """Ends the guard: steps no longer wait, and its tensors are copied before ``async_save`` returns.
 
-        The stream waits for copies under way here: later steps don't.
+        The caller's stream waits here for copies under way, since later steps don't.
         """
         guards = self._guards()
         if self._wait and guards is not None and not device_stream.is_capturing():
@@ -116,7 +116,7 @@ class Guards:
             self._under_way.append(copies)
 
     def make_stream_wait(self) -> None:
-        """Makes what the caller's stream gets from now on wait for all copies under way."""
+        """Makes work queued on the caller's stream from now on wait for all copies under way."""
         with self._lock:
             self._under_way = [copies for copies in self._under_way if not copies.done]
             under_way = list(self._under_way)
@@ -144,7 +144,8 @@ def _requires_grad(tensor: torch.Tensor) -> bool:
     """Without a guard the loop itself waits before it steps: so parameters may be deferred."""
     if torch_compat.steps_in_backward(tensor):
         raise InvalidRequestError(
-            f"staging='overlapped': its optimizer {_IN_BACKWARD}; use staging='blocking'"
+            f"staging='overlapped': the optimizer of a parameter of shape {tuple(tensor.shape)} "
+            f"{_IN_BACKWARD}; use staging='blocking'"
         )
     return tensor.requires_grad
 

@@ -1,4 +1,4 @@
-"""Host memory that devices write to directly: pinned arenas, and bounce buffers for all others.
+"""Host memory that devices write to directly: pinned arenas, and bounce buffers for other arenas.
 
 In: mappings of arenas. Out: whether the device's driver has pinned them, or why not. A mapping is
 registered once and stays registered until just before it is unmapped. Where that is impossible
@@ -52,7 +52,7 @@ def _register(mapping: MemoryMapping, device_type: str) -> str:
         _forget_error()
         text = runtime.cudaGetErrorString(code)
         return f"cudaHostRegister refuses {mapping.capacity} bytes of the arena: {text}"
-    # Runs once, before the mapping frees its memory: by its source, or when the mapping is gone.
+    # Runs once, before the memory is unmapped: called by the mapping's source, or when the mapping is freed.
     unpin = mapping.unpin = finalize(mapping, _unregister, os.getpid(), mapping.address)
     # At the end of the process the driver unregisters it.
     unpin.atexit = False

@@ -89,11 +89,11 @@ class PlannerRun(Protocol):
         """The value of one of its items; called once for each."""
 
     def release(self) -> None:
-        """Every item is resolved: frees what was fetched from devices for that."""
+        """Frees what was fetched from devices; called once every item is resolved."""
 
     @property
-    def how(self) -> str:
-        """How values come from devices that Pannier doesn't copy from; human-readable."""
+    def copy_description(self) -> str:
+        """How values are copied from devices that Pannier doesn't copy from itself; empty: there are none."""
 
 
 def stage(
@@ -108,12 +108,12 @@ def stage(
     Args:
         planner: resolves the items.
         items: those of ``final.positions``, as the planner's ``finish_plan`` returned them.
-        final: says where each item goes.
+        final: where each item goes.
         arena: acquired with the sizes of ``final.files``, in order.
         devices: makes the copies from devices, and may defer some. Default: defers none.
 
     Raises:
-        InvalidRequestError: an item isn't what its plan says; names its key.
+        InvalidRequestError: an item doesn't match its plan; names its key.
         PannierError: there is no memory.
         Exception: whatever resolving, copying or pickling an item raised, with a note of its key.
     """
@@ -139,12 +139,12 @@ def stage(
         )
         if location != (names[target.file], target.offset, target.length)
     ]
-    copy_description = writer.copy_description or planner.how
+    copy_description = writer.copy_description or planner.copy_description
     return Staged(files, varying, locations, arena, writer.start_deferred(), copy_description)
 
 
 def add_extra_files(staged: Staged, rank: int, contents: Mapping[str, bytes]) -> Staged:
-    """What is staged, and a data file with these contents, one after the other.
+    """``staged`` with one more data file, which holds these contents one after the other.
 
     Args:
         rank: global rank, for the name of the data file.
@@ -172,7 +172,7 @@ def add_extra_files(staged: Staged, rank: int, contents: Mapping[str, bytes]) ->
 
 
 def in_attempt(items: Iterable[_Placed], prefix: str) -> list[_Placed]:
-    """Messages that name staged files, with the names of these in an attempt."""
+    """Copies of messages that name staged files, with an attempt's ``prefix`` before the names."""
     found = []
     for item in items:
         named = type(item)()
@@ -202,7 +202,7 @@ def stage_external(
             :func:`pannier.client.planning.local_plan.resolves_as_planned`).
 
     Raises:
-        InvalidRequestError: an item isn't what its plan says; names its key.
+        InvalidRequestError: an item doesn't match its plan; names its key.
         PannierError: there is no memory.
         Exception: whatever resolving, copying or pickling an item raised, with a note of its key.
     """
@@ -250,7 +250,7 @@ class _Writer:
         self._objects_name = objects
         self._arena = arena
         self._written = [0] * len(names)
-        """By buffer: bytes that are written or cleared so far."""
+        """By buffer: bytes that were written or cleared so far."""
         self._copies = TensorCopies(devices)
         for buffer in arena.files:
             archives.take_headers(buffer)
@@ -299,7 +299,7 @@ class _Writer:
         return self._copies.copy_description
 
     def start_deferred(self) -> DeferredCopies | None:
-        """Starts the deferred copies, if there are any; to be called after all that can fail."""
+        """Starts the deferred copies, if there are any; to be called after everything that can fail."""
         return self._copies.start_deferred()
 
     def _claim(self, target: _PlannedLocation) -> FileBuffer:
@@ -372,7 +372,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether dtype, shape and raw bytes are all there is to a detached tensor."""
+    """Whether dtype, shape and raw bytes describe a detached tensor completely."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided

@@ -48,7 +48,7 @@ _FORKED = (
 _DESCRIPTORS = "/proc/self/fd"
 
 Peer = str | tuple[str, int]
-"""What a socket is connected to: a path, or an IP number and a port."""
+"""What a socket is connected to: a path, or an IP address and a port."""
 
 
 class InterruptedCallError(Exception):
@@ -181,7 +181,7 @@ class SidecarChannel:
             _close_in_background(channel, self.address)
 
     def _check_owner(self) -> None:
-        """A sidecar on another user's socket would get this user's checkpoints."""
+        """Raises ConfigurationError for another user's socket: that user would get the checkpoints."""
         if self._trusted_uids is None or not is_unix(self.address):
             return
         try:
@@ -247,7 +247,7 @@ def _hook_forks(channel: SidecarChannel) -> None:
             _running = grpc.local_server_credentials()
             keep_in_children(_running)
             # Handlers before a fork run last-registered first. gRPC has registered its own
-            # with its first object, so that these come before them.
+            # with its first object, so that these run before gRPC's.
             os.register_at_fork(
                 before=_before_fork,
                 after_in_parent=_after_fork_in_parent,
@@ -282,7 +282,7 @@ def _after_fork_in_child() -> None:
     for thing in list(_kept_in_children):
         _leak(thing)
     if not cygrpc.is_fork_support_enabled():
-        # With it gRPC works in the child, too, and handles its descriptors itself.
+        # With fork support, gRPC works in the child, too, and handles its descriptors itself.
         _disconnect(peers)
 
 
@@ -293,7 +293,8 @@ def _leak(thing: Any) -> None:
 def _addresses_of(address: str) -> set[Peer]:
     """Peers of sockets connected to ``address``. For the parent: it may query a name server.
 
-    Paths are compared as they are bound: a daemon that sees one elsewhere (another mount) isn't found.
+    Paths are compared with those that daemons have bound: the socket of a daemon that has bound it
+    under another path (another mount) isn't found.
     """
     if address.startswith("unix://"):
         return {os.path.realpath(address.removeprefix("unix://"))}
@@ -301,7 +302,7 @@ def _addresses_of(address: str) -> set[Peer]:
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError:
-        return set()  # a name without an IP number has no connections
+        return set()  # a name without an IP address has no connections
     return {(_plain(str(where[0])), int(where[1])) for *_, where in found}
 
 
@@ -341,9 +342,9 @@ def _peer(descriptor: int) -> Peer | None:
 
 
 def _plain(number: str) -> str:
-    """An IP number as text: IPv4 where it was mapped into IPv6; ``localhost`` for a loopback one.
+    """An IP address as text: as IPv4 if it was mapped into IPv6; ``localhost`` for a loopback address.
 
-    gRPC finds more numbers of ``localhost`` than the system's resolver.
+    gRPC resolves ``localhost`` to more addresses than the system's resolver does.
     """
     parsed: IPv4Address | IPv6Address = ip_address(number)
     if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is not None:

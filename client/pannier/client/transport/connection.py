@@ -1,4 +1,4 @@
-"""The connection of one rank to its sidecar: kept open, opened again, and what arrives on it.
+"""The connection of one rank to its sidecar: keeps it open, reopens it, and dispatches what arrives.
 
 In: the ``Connect`` stream. Out: the sidecar's welcome, the status of followed saves, and single
 unary calls. A connection is made for one incarnation and outlives restarts of the sidecar. Owned
@@ -45,7 +45,7 @@ class _FollowedSave:
     handed_over: bool = False
 
     def pending(self) -> sidecar_pb2.PendingSave:
-        """What a restarted sidecar, which may not know the save, is sent of it."""
+        """The message by which a restarted sidecar, which may not know the save, learns of it."""
         pending = sidecar_pb2.PendingSave(context=self.context, handed_over=self.handed_over)
         pending.save_timeout_s = seconds_left(self.deadline)
         return pending
@@ -165,7 +165,7 @@ class SidecarConnection:
         Raises:
             UnavailableError: nothing answers within ``timeout_s`` seconds; with ``hint``.
             VersionMismatchError: the sidecar has another wire version.
-            ConfigurationError: it is another user's, or the TLS files can't be used.
+            ConfigurationError: the socket belongs to another user, or the TLS files can't be used.
         """
         threading.Thread(target=self._run, name="pannier-connect", daemon=True).start()
         answered = self._answered.wait(timeout_s)
@@ -282,7 +282,8 @@ class SidecarConnection:
                 except PannierError as error:
                     self._problem = error
                     _log.warning("could not start the embedded daemons again: %s", error)
-            self.closed.wait(min(1.0, 0.05 * 2 ** min(failures, 5)))
+            pause_s = timeouts.CONNECT_AGAIN_S * 2 ** min(failures, 5)
+            self.closed.wait(min(timeouts.CONNECT_LONGEST_AGAIN_S, pause_s))
 
     def _receive_all(self) -> None:
         who = self.identity
@@ -304,7 +305,7 @@ class SidecarConnection:
                 request, metadata=self._channel.metadata()
             )
         ) as call:
-            # A stopped daemon's kernel accepts connections that it never answers.
+            # The kernel accepts connections for a stopped daemon, which never answers them.
             unanswered = threading.Event()
 
             def give_up() -> None:

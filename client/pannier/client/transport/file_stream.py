@@ -28,8 +28,8 @@ Progress = Callable[[int], None]
 """Called with the number of bytes of the file that the sidecar holds."""
 
 
-MOST: Final = 4
-"""Each stream may hold some 20 MiB of messages in flight."""
+MAX_STREAMS: Final = 4
+"""Most streams at the same time. Each may hold some 20 MiB of messages in flight."""
 _WINDOW: Final = 256 << 20
 """Bytes per measurement of the throughput, at the full number of streams; each stream reports
 them 16 MiB at a time."""
@@ -114,7 +114,7 @@ class MemoryInUseError(PannierError):
     """gRPC may still read the file's memory: it must never be used for anything else."""
 
 
-class Stop:
+class Cancellation:
     """Cancels the streams of one save. Thread-safe."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class Sender:
         header: sidecar_pb2.FileHeader,
         source: FileSource,
         progress: Progress,
-        stop: Stop,
+        stop: Cancellation,
     ) -> None:
         """Sends what the sidecar doesn't hold yet, in one stream.
 
@@ -262,16 +262,19 @@ class _Messages:
             self._finished.set()
 
     def begin(self, start: int) -> None:
-        """Lets the chunks follow, from this byte on."""
+        """Starts the chunks, from this byte on."""
         self._start.put(start)
 
     def end(self) -> None:
         """Returns once the source's memory isn't read any more. Raises MemoryInUseError."""
         self._ended = True
         self._start.put(None)
-        # If not begun, it will find the None, and never read the source.
+        # If gRPC has not begun to iterate, it will find the None, and never read the source.
         if self._begun and not self._finished.wait(timeouts.STREAM_CANCEL_S):
-            raise MemoryInUseError(f"the stream of {self._header.name} does not end")
+            raise MemoryInUseError(
+                f"gRPC still reads the staging memory of {self._header.name} after "
+                f"{timeouts.STREAM_CANCEL_S:g} s; that memory will never be reused"
+            )
 
 
 class StreamLimit:
@@ -296,7 +299,7 @@ class StreamLimit:
         """Start of the window, moved by the time without any stream."""
         self._idle_since = 0.0
         self._bytes: int | None = None
-        """In the window; None: the next bytes begin one."""
+        """Bytes in the window; None: the next bytes begin one."""
         self._trial: tuple[int, float] | None = None
         """Limit and bytes per second before the trial that is under way."""
         self._step = 1

@@ -22,7 +22,7 @@ class Heartbeat:
 
     Args:
         peer: name of the sidecar, for messages.
-        ping: one ping, within so many seconds; raises a PannierError or InterruptedCallError.
+        ping: makes one ping, with a time-out in seconds; raises a PannierError or InterruptedCallError.
         connected: whether the sidecar has accepted the connection, so that pings may be answered.
         notify: gets what saves wait for, ``""`` when the sidecar answers again.
     """
@@ -93,7 +93,7 @@ class Heartbeat:
 
     def _report(self) -> None:
         unseen_s = self._clock.now() - self._last_seen
-        # A trainer that was stopped itself misses one answer.
+        # One missed answer proves nothing: this trainer itself may have been stopped.
         unresponsive = self._missed > 1 and unseen_s > timeouts.UNRESPONSIVE_S
         if unresponsive:
             state = "" if self._connected() else "not connected, "

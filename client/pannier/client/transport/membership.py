@@ -50,15 +50,15 @@ class Membership:
         return aside(self._opened) if opening is None else opening.result()
 
     def await_others(self, timeout_s: float | None) -> str:
-        """Waits for other hosts' saves at this host's coordinator, if it has theirs.
+        """Waits for other hosts' saves at this host's coordinator, if it serves other hosts.
 
         Returns those still in progress after ``timeout_s`` seconds; empty: none.
         """
-        sidecar, pair = self._sidecar, self.world.known_pair
-        if sidecar is None or pair is None:
+        sidecar, daemons = self._sidecar, self.world.known_daemons
+        if sidecar is None or daemons is None:
             return ""
         who = sidecar.identity
-        return await_others(pair, who.job, who.incarnation, timeout_s)
+        return await_others(daemons, who.job, who.incarnation, timeout_s)
 
     def check_process(self) -> None:
         """Raises InvalidRequestError in a process forked from the one that connected."""
@@ -85,12 +85,12 @@ class Membership:
         if not settings.embedded:
             sidecar = SidecarClient.connect(settings, who)
         else:
-            pair = self.world.pair(settings)
+            daemons = self.world.daemons(settings)
             try:
-                sidecar = self._open_embedded(who, pair)
+                sidecar = self._open_embedded(who, daemons)
             except UnavailableError:
                 # The daemons may have exited, idle, just after they were found.
-                sidecar = self._open_embedded(who, pair)
+                sidecar = self._open_embedded(who, daemons)
         coordinator = sidecar.welcome.coordinator
         if settings.coordinator not in (None, coordinator):
             sidecar.close()
@@ -100,13 +100,13 @@ class Membership:
             )
         return sidecar
 
-    def _open_embedded(self, who: Identity, pair: DaemonSpec) -> SidecarClient:
+    def _open_embedded(self, who: Identity, daemons: DaemonSpec) -> SidecarClient:
         settings = self._settings
 
         def restart_daemons() -> None:
-            launcher.ensure(settings, pair)
+            launcher.ensure(settings, daemons)
 
-        address = launcher.ensure(settings, pair)
+        address = launcher.ensure(settings, daemons)
         return SidecarClient.connect(
             settings, who, address=address, restart_daemons=restart_daemons
         )

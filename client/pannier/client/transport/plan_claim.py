@@ -1,7 +1,7 @@
-"""The claim of one save that it goes by a cached plan, until the coordinator has answered it.
+"""The claim of one save to use a cached plan, until the coordinator has answered it.
 
 In: a cached plan, and the statuses of the save. Out: the claim, which travels with the save's bytes,
-and the id of the plan that all ranks go by, or an error. Owned by a save's status follower.
+and the id of the plan that all ranks use, or an error. Owned by a save's status follower.
 Thread-safe: statuses arrive on threads of the sidecar client, and a local plan is sent by a thread
 made for that, since bytes may be under way for long.
 """
@@ -10,7 +10,7 @@ import threading
 from typing import Protocol
 
 from pannier.client.transport.connection import seconds_left
-from pannier.client.transport.file_stream import Stop, StoppedError
+from pannier.client.transport.file_stream import Cancellation, StoppedError
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common.deadline import Deadline
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
@@ -24,16 +24,16 @@ class CachedPlan(Protocol):
     digest: str
 
     def claim(self) -> sidecar_pb2.CachedPlanClaim:
-        """That a save goes by this plan."""
+        """The claim of a save to use this plan."""
 
     def confirm(self, plan_id: str, checkpoint_id: str, attempt: str) -> None:
-        """This rank's part is one of that global plan, which the attempt's manifest has."""
+        """Records that this rank's part belongs to that global plan, which is in the attempt's manifest."""
 
     def attempt(self, number: int) -> str:
         """Name of the attempt that is the group's ``number``-th save."""
 
     def equals(self, final: plan_pb2.FinalPlan, number: int) -> bool:
-        """Whether ``final`` is this plan for that save."""
+        """Whether ``final`` is this plan for the ``number``-th save."""
 
 
 class PlanClaim:
@@ -55,7 +55,7 @@ class PlanClaim:
         *,
         deadline: Deadline,
         wait_s: float,
-        stop: Stop,
+        stop: Cancellation,
     ) -> None:
         self._plan = plan
         self._claim = plan.claim()
@@ -64,7 +64,7 @@ class PlanClaim:
         self._save_deadline = deadline
         self._wait_s = wait_s
         self._deadline = Deadline(min(wait_s, deadline.remaining()))
-        """For the other ranks' claims or plans."""
+        """Deadline of the other ranks' claims or plans."""
         self._stop = stop
         self._changed = threading.Condition()
         self._plan_id = ""
@@ -75,12 +75,14 @@ class PlanClaim:
         """The group's save with this number was aborted, and went to another checkpoint: this rank may
         have missed it, and belong to a later one."""
         self._is_requested = False
+        self._is_unsent = False
+        """The local plan is requested, and :meth:`wait` is to send it."""
         self._is_cancelled = False
         stop.add(self)
 
     @property
     def plan_id(self) -> str:
-        """The plan that all ranks go by; empty: not known yet."""
+        """Id of the plan that all ranks use; empty: not known yet."""
         return self._plan_id
 
     def message(self) -> sidecar_pb2.CachedPlanClaim:
@@ -96,18 +98,28 @@ class PlanClaim:
         elif status.full_plan_requested and not self._is_requested:
             self._is_requested = True
             number = self._context.save.number
-            threading.Thread(target=self._send_local_plan, name=f"pannier-plan-{number}").start()
+            try:
+                threading.Thread(
+                    target=self._send_local_plan, name=f"pannier-plan-{number}"
+                ).start()
+            except RuntimeError:  # no thread can be started, as while the interpreter ends
+                with self._changed:
+                    self._is_unsent = True
+                    self._changed.notify_all()
 
     def wait(self) -> str:
         """The plan's id; empty: there was no answer in time, or the save was stopped.
 
-        Raises what refused the local plan.
+        Sends a requested local plan itself if no thread could be started for that. Raises the error by which
+        the local plan was refused.
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._plan_id or self._error is not None or self._is_cancelled,
-                min(self._wait_s, self._save_deadline.remaining()),
+                self._ends_wait, min(self._wait_s, self._save_deadline.remaining())
             )
+            is_unsent, self._is_unsent = self._is_unsent, False
+        if is_unsent and not self._is_cancelled:
+            self._send_local_plan()
         if self._error is not None:
             raise self._error
         return self._plan_id
@@ -118,7 +130,8 @@ class PlanClaim:
         Args:
             error: what ended the sending of this one.
 
-        Raises what refused the local plan, else ``error``; PannierError: the coordinator can't be asked.
+        Raises the error by which the local plan was refused, else ``error``; PannierError: the coordinator
+        can't be asked.
         """
         if self._plan_id:
             raise error
@@ -142,6 +155,10 @@ class PlanClaim:
         with self._changed:
             self._is_cancelled = True
             self._changed.notify_all()
+
+    def _ends_wait(self) -> bool:
+        has_answer = bool(self._plan_id) or self._error is not None
+        return has_answer or self._is_cancelled or self._is_unsent
 
     def _confirm(self, plan_id: str, *, by_local_plan: bool = False) -> None:
         number = self._context.save.number

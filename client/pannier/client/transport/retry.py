@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pannier.client.transport.channel import InterruptedCallError
+from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.common.retry import RetryPolicy
 from pannier.wire.errors import UnavailableError
@@ -17,12 +18,12 @@ Result = TypeVar("Result")
 
 
 class Retry:
-    """Repeats calls of one session while its sidecar can't be reached.
+    """Repeats calls of one sidecar client while its sidecar can't be reached.
 
     Args:
         unreachable: error when a fork interrupted the last try.
         connected: set while the sidecar is connected.
-        closed: set when the session ends.
+        closed: set when the client is closed.
         at_exit_s: seconds for which an ending interpreter tries to reach the sidecar.
     """
 
@@ -65,8 +66,8 @@ class Retry:
 
         policy = RetryPolicy(
             retriable=lambda error: isinstance(error, UnavailableError),
-            first_s=0.1,
-            longest_s=1.0,
+            first_s=timeouts.CALL_AGAIN_S,
+            longest_s=timeouts.CALL_LONGEST_AGAIN_S,
             stop=stop,
         )
         return policy.call(once, sleep=self._await_connection)

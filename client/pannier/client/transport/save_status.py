@@ -15,7 +15,7 @@ from typing import Final
 
 from pannier.client.handle import Resolver, SaveHandle, SaveResult
 from pannier.client.staging.in_flight import ArenaUse, InFlightSave
-from pannier.client.transport.file_stream import Stop, StoppedError
+from pannier.client.transport.file_stream import Cancellation, StoppedError
 from pannier.client.transport.plan_claim import PlanClaim
 from pannier.client.transport.save_errors import aborted, fail_request, in_doubt, not_handed_over
 from pannier.client.transport.sidecar_client import SidecarClient
@@ -48,7 +48,7 @@ class PhaseTimes:
         self._began = self._phase_began = time.monotonic()
         self._traced = False
         self.waited_s = 0.0
-        """How long the trainer's call took before: for the sidecar, and for room."""
+        """How long the trainer's call took before: for the sidecar, and for free staging memory."""
 
     def end(self, phase: str) -> None:
         """``phase`` ends now, and the next one begins."""
@@ -98,11 +98,14 @@ class PhaseTimes:
 
 
 OnCommitted = Callable[[sidecar_pb2.SaveContext, int, SaveCost], None]
-"""Gets bytes of all ranks, and what the save took."""
+"""Called with the save's context, the bytes of all ranks, and the save's cost."""
 
 
 class WaitingOn:
-    """What a save waits for, for the handle's status: what is known here before the sidecar's report."""
+    """What a save waits for, as the handle's status shows it.
+
+    What this process knows itself takes precedence over the sidecar's report.
+    """
 
     def __init__(self, resolver: Resolver) -> None:
         self._resolver = resolver
@@ -157,7 +160,8 @@ class WaitingOn:
 
 
 class ArenaRelease:
-    """When the arena of a save of ``group`` is released, and whether its memory can be used again.
+    """Releases the arena of a save of ``group``, and decides whether its memory can be used again.
+
     Thread-safe.
     """
 
@@ -207,7 +211,7 @@ class StatusFollower:
         on_committed: OnCommitted = lambda *_: None,
     ) -> None:
         self.deadline = deadline
-        self.stop = Stop()
+        self.stop = Cancellation()
         """Set when this rank has nothing more to send."""
         self.times = PhaseTimes()
         text = object_names.save_text(context.save)
@@ -225,7 +229,8 @@ class StatusFollower:
         self._handed_over = False
         """The sidecar received the request to ingest this rank's part, or may have."""
         self._local_error: Exception | None = None
-        """What failed the save on this rank, where it isn't a PannierError."""
+        """The error that failed the save on this rank, unless it is a PannierError."""
+        self._is_ended = False
         self._timer = sidecar.timer(deadline.remaining() + timeouts.DECISION_S, self._expire)
         self._follow()
 
@@ -236,7 +241,7 @@ class StatusFollower:
 
     @property
     def context(self) -> sidecar_pb2.SaveContext:
-        """Of the save; another one after :meth:`renumber`."""
+        """The save's context, which :meth:`renumber` replaces."""
         return self._context
 
     @property
@@ -246,7 +251,7 @@ class StatusFollower:
 
     @property
     def claim(self) -> PlanClaim | None:
-        """That the save goes by a cached plan; None: its plan was confirmed before."""
+        """The save's claim to use a cached plan; None: its plan was confirmed before."""
         return self._claim
 
     def set_attempt(
@@ -279,7 +284,7 @@ class StatusFollower:
         with self._lock:
             self._context = context
             self._handed_over = False
-            self.stop = Stop()
+            self.stop = Cancellation()
             self._claim = make_claim()
         self._follow()
         self.resolver.update(
@@ -287,14 +292,14 @@ class StatusFollower:
         )
 
     def settle_abort(self) -> None:
-        """This rank continues as no other save: an ABORT is followed from now on."""
+        """This rank won't continue as another save: applies a deferred ABORT, and later ones at once."""
         with self._lock:
             claim, self._claim = self._claim, None
         if claim is not None and claim.aborted is not None and not self.handle.done():
             self._abort(claim.aborted)
 
     def begin_hand_over(self) -> None:
-        """From now on the sidecar may have ingested this rank. Raises StoppedError: too late."""
+        """From now on the sidecar may have ingested this rank. Raises StoppedError: the save was stopped."""
         with self._lock:
             if self.stop.is_set:
                 raise StoppedError
@@ -303,8 +308,8 @@ class StatusFollower:
     def give_up(self, error: Exception) -> None:
         """Reports that this rank failed; fails the handle unless the decision comes soon.
 
-        An exception of the user's code or a device is what the handle raises on this rank,
-        unless the save may be committed all the same.
+        On this rank the handle raises an exception of the user's code or a device itself, unless
+        the save may still be committed.
         """
         self.stop.set()
         self._timer.cancel()
@@ -312,7 +317,8 @@ class StatusFollower:
         is_in_doubt = isinstance(outcome, InDoubtError)
         left = self.deadline.remaining() + timeouts.DECISION_S
         patience = min(timeouts.ABORT_S, left) if is_in_doubt else timeouts.CAUSES_S
-        self._timer = self._sidecar.timer(patience, lambda: self._fail(outcome))
+        if not self._is_ended:
+            self._timer = self._sidecar.timer(patience, lambda: self._fail(outcome))
         if not isinstance(error, SaveAbortedError):
             request = fail_request(self._context, error)
             if not isinstance(error, PannierError):
@@ -349,8 +355,8 @@ class StatusFollower:
     def _error_without_decision(self, error: Exception) -> Exception:
         """What the handle raises while the coordinator's decision isn't known.
 
-        A rank that was not handed over can't be part of a commit: only ABORT is possible. For
-        one that was, or may have been, this process can't know. To be called once no hand-over
+        If this rank was not handed over, the save can't be committed: only ABORT is possible. If it
+        was, or may have been, this process can't know the decision. To be called once no hand-over
         can begin any more (``stop`` is set).
         """
         if isinstance(error, SaveAbortedError):
@@ -386,7 +392,7 @@ class StatusFollower:
             )
         )
         if ingested:
-            # The plan may be confirmed after this rank has waited for it long enough.
+            # The plan may be confirmed after this rank's wait for it has timed out.
             self.resolver.ingested()
         if committed:
             self._commit(update)
@@ -395,7 +401,7 @@ class StatusFollower:
                 claim = self._claim
                 behind = update.checkpoint_id != self._context.checkpoint_id
                 if claim is not None and behind:
-                    # Until it is known whether this rank belongs to another save.
+                    # Deferred until it is known whether this rank belongs to another save.
                     claim.aborted = update
             self.stop.set()
             if claim is None or not behind:
@@ -419,6 +425,8 @@ class StatusFollower:
             seconds=self.times.seconds(),
         )
         cost = self.times.cost(update.ranks)
+        if not self._begin_end():
+            return
         with self._resolving(lambda: self.resolver.resolve(result)):
             self._end(ArenaUse.LOCAL_COPY)
             self.trace()
@@ -432,15 +440,23 @@ class StatusFollower:
         Otherwise the sidecar may still read its files, or begin to.
         """
         is_expected = isinstance(error, SaveSkippedError) and self._expects_skip
+        if not self._begin_end():
+            return
         with self._resolving(lambda: self.resolver.fail(error, quietly=quietly or is_expected)):
             # Before the caller can see the failure, and save again.
             self._on_failure()
             self._end(fate)
             self.trace(str(error))
 
+    def _begin_end(self) -> bool:
+        """Whether the caller is to end the save: timers and statuses, on several threads, may try to."""
+        with self._lock:
+            is_first, self._is_ended = not self._is_ended, True
+            return is_first
+
     @contextmanager
     def _resolving(self, resolve: Callable[[], object]) -> Iterator[None]:
-        """Ends the handle after this block, also when it raises, as logging or tracing of the program's may."""
+        """Resolves the handle after this block, even if it raises: the program's logging or tracing may."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - who waits for the save must learn its outcome
@@ -457,5 +473,8 @@ class StatusFollower:
 
     def _expire(self) -> None:
         self.stop.set()
-        error = DeadlineError(f"{self.handle.status()} when its deadline passed")
+        error = DeadlineError(
+            f"the save's deadline passed: {self.handle.status()}; a longer timeout, or "
+            "PANNIER_SAVE_TIMEOUT, gives slow storage more time"
+        )
         self._fail(self._error_without_decision(error))

@@ -1,4 +1,4 @@
-"""Sends one save of this rank to the sidecar: streams its files, hands over, waits for its plan.
+"""Sends one save of this rank: streams its files, hands them over, waits until its plan is confirmed.
 
 In: a plan, and what was staged by it. Out: an ingested rank, or a failure that ends the save. A
 :class:`SaveTask` lives as long as its save is in progress. Sending runs in a separate thread;
@@ -97,7 +97,7 @@ class SaveTask:
         self._lacked: list[int] = []
         """Bytes of each file that the sidecar didn't hold when they were last sent."""
         self._last_progress = time.monotonic()
-        """When bytes were last sent; before the interpreter's end, when that was last checked."""
+        """When bytes were last sent; while the main thread lives, each check for a stall sets it to now."""
 
     @property
     def handle(self) -> SaveHandle:
@@ -115,7 +115,7 @@ class SaveTask:
         return self._state is _State.SENT
 
     def detach(self, start: Callable[[], None]) -> None:
-        """``start`` starts a thread that calls :meth:`send`, independent of the call that began the save."""
+        """Runs ``start``, which starts a thread that calls :meth:`send`, independent of the save's call."""
         self._state = _State.DETACHED
         try:
             start()
@@ -133,7 +133,7 @@ class SaveTask:
         """The plan is known.
 
         Args:
-            unconfirmed: it is this one of an earlier save, which all ranks must go by.
+            unconfirmed: the cached plan that the save uses; all ranks have yet to confirm it.
             on_failure: called before the handle fails, if the plan was unconfirmed.
         """
         self._attempt, self._plan_id = attempt, plan_id
@@ -229,15 +229,15 @@ class SaveTask:
     def _come_into_step(self, error: SaveAbortedError | StoppedError) -> None:
         """Continues as the save that this rank belongs to, if it missed saves of the others.
 
-        Raises ``error``, or why that can't be found out.
+        Raises ``error``, or why this rank's current save can't be found out.
         """
         claim, plan = self.status.claim, self._cached
         if claim is None or plan is None:
             raise error
         number = claim.find_current_save(error)
         _log.warning(
-            "save %s ended without this rank, which missed calls of the others: it continues as "
-            "number %d",
+            "this rank missed save calls that other ranks made: its save %s continues as the group's "
+            "save number %d",
             *(self.status.text, number),
         )
         self._resume_after(number)
@@ -283,9 +283,9 @@ class SaveTask:
     def _await_plan(
         self, files: Sequence[records_pb2.DataFile], mapped: Mapping[str, SpoolMapping]
     ) -> None:
-        """Waits, after the hand-over, until all ranks go by the plan that this one staged by.
+        """Waits, after the hand-over, until all ranks are known to use the plan that this rank staged by.
 
-        The save needs this no more, unless the coordinator requests the local plan.
+        The save can end without this wait, unless the coordinator requests the local plan.
         """
         claim = self.status.claim
         if claim is None:
@@ -368,7 +368,7 @@ class SaveTask:
         ]
 
     def _send_file(self, file: StagedFile, progress: Callable[[int], None]) -> int:
-        """Its crc32c. Waits for room in the spool if ``on_busy`` is ``"wait"``."""
+        """Sends a file; returns its crc32c. Waits for room in the spool if ``on_busy`` is ``"wait"``."""
         waiting, deadline = self.status.waiting, self.status.deadline
 
         def accepted(committed: int) -> None:
@@ -437,7 +437,7 @@ class SaveTask:
             metrics=self._metrics,
         )
         self.status.begin_hand_over()
-        # Also after an error: an earlier try may have arrived, and one that timed out may later.
+        # Stays set after an error: a try that failed or timed out may have arrived, or may arrive later.
         self._gave_files = self._gave_files or bool(mapped)
         self.sidecar.hand_over(request, self.status.deadline.remaining())
         if mapped:

@@ -1,4 +1,4 @@
-"""The saves of this process that have not ended; of those that have, the errors and what they took.
+"""The saves of this process that have not ended, and the errors and costs of those that have.
 
 In: save tasks. Out: waits for their ends, and what is still in progress, human-readable. Owned by a
 save factory. Thread-safe: tasks end on threads of their sidecar clients.
@@ -33,7 +33,7 @@ class SaveCosts:
             self._groups.setdefault(ranks, collections.deque(maxlen=RECENT)).append(cost)
 
     def recent(self) -> list[SaveCost]:
-        """Of the largest group; empty: none is committed."""
+        """The costs of the largest group's saves; empty: no save is committed."""
         with self._lock:
             return list(self._groups[max(self._groups, key=len)]) if self._groups else []
 
@@ -61,14 +61,14 @@ class SavesInProgress:
             return "; ".join(str(status.handle.status()) for status in self._tasks)
 
     def unsent(self) -> str:
-        """What of them is not handed over: number, bytes, and each; empty: nothing."""
+        """Describes the saves that are not handed over, with the bytes left; empty: there are none."""
         with self._changed:
             unsent = [status.handle.status() for status, t in self._tasks.items() if not t.is_sent]
         left = sum(status.bytes - status.bytes_ingested for status in unsent)
         return _left(unsent, left, "to be handed over")
 
     def uncommitted(self) -> str:
-        """The same of what is not committed, by the bytes that are not in storage."""
+        """Describes the saves that are not committed, with the bytes not yet in storage; empty: none."""
         with self._changed:
             saves = [status.handle.status() for status in self._tasks]
         left = sum(status.bytes - status.bytes_uploaded for status in saves)
@@ -78,7 +78,9 @@ class SavesInProgress:
         """A save has begun."""
         task.status.resolver.use_callbacks(self._callbacks)
         with self._changed:
-            self._tasks[task.status] = task
+            # Its status is followed since before this call.
+            if not task.status.handle.done():
+                self._tasks[task.status] = task
 
     def end(self, status: StatusFollower) -> None:
         """The save with this status has ended."""
@@ -89,31 +91,31 @@ class SavesInProgress:
         self._on_ended()
 
     def wait(self, timeout: float | None, given: float | None = None) -> None:
-        """Waits until every save has ended, and what users do after commits.
+        """Waits until every save has ended, and every commit callback has returned.
 
         Raises DeadlineError: not within ``timeout`` seconds; names ``given`` as the time-out.
         """
         deadline = None if timeout is None else Deadline(timeout)
         seconds = timeout if given is None else given
         with self._changed:
-            # None is no endless wait: each save ends soon after its own deadline.
+            # Even without a time-out the wait ends: each save ends soon after its own deadline.
             if not self._changed.wait_for(lambda: not self._tasks, timeout):
-                raise DeadlineError(f"after {seconds:g} s not ended: {self}")
+                raise DeadlineError(f"timed out after {seconds:g} s; still in progress: {self}")
         if not self._callbacks.wait(None if deadline is None else deadline.remaining()):
             raise DeadlineError(f"after {seconds:g} s a commit callback has not returned")
 
     def need(self, sidecar: SidecarClient) -> bool:
-        """Whether one of them is sent by this client."""
+        """Whether a save in progress uses this client."""
         with self._changed:
             return any(task.sidecar is sidecar for task in self._tasks.values())
 
     def drop_interrupted(self) -> None:
-        """At the interpreter's end: of an interrupted call only a detached task continues."""
+        """Drops the tasks of interrupted calls at the interpreter's end; detached tasks continue."""
         with self._changed:
             self._tasks = {s: task for s, task in self._tasks.items() if task.is_detached}
 
     def abandon(self, reason: str = "", *, unsent_only: bool = False) -> bool:
-        """Drops all, or those that the sidecar doesn't have yet; whether there were any.
+        """Drops all saves, or those that the sidecar doesn't have yet; returns whether there were any.
 
         With a ``reason``, names each on stderr: the log may have no reader.
         """

@@ -37,7 +37,7 @@ from pannier.wire.tls import is_unix
 _log = logging.getLogger(__name__)
 
 _MOST_DESCRIPTORS: Final = 64
-"""In one message of the sidecar."""
+"""Most descriptors in one message of the sidecar."""
 _PIECE: Final = 16 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -70,7 +70,7 @@ class SpoolMapping(MemoryMapping):
         self.file = file
         """Name of the leased file."""
         self.stamp = b""
-        """Bytes after the file's capacity, others each time it is staged into."""
+        """Random bytes after the file's capacity; new ones each time it is staged into."""
         length = capacity + STAMP_BYTES
         address = _map(fd, length)
         # The mapping keeps the open file, and so the lock. A forked child must not inherit it: it
@@ -120,7 +120,7 @@ class SpoolMapping(MemoryMapping):
 
 
 def _map(fd: int, length: int) -> int:
-    """Maps the file, writable, at a multiple of a huge page: the kernel can map and seal its huge pages as such.
+    """Maps the file, writable, at a multiple of a huge page, so that the kernel can map and seal huge pages.
 
     Raises PannierError: there is no memory for it.
     """
@@ -187,7 +187,7 @@ def fetch_descriptors(connection: socket.socket, token: bytes, count: int) -> li
             )
             found += fds
             if not counted or counted[0] == 0 or counted[0] != len(fds):
-                raise OSError(f"{count} descriptors were promised, {len(found)} came")
+                raise OSError(f"the sidecar announced {count} descriptors, but sent {len(found)}")
     except BaseException:
         for fd in found:
             os.close(fd)
@@ -222,9 +222,9 @@ class FileLeases:
         if not self._lost:
             poll = select.poll()
             try:
-                poll.register(self._connection, select.POLLIN)
-                # The sidecar sends nothing unrequested: readable without data means closed.
-                self._lost = bool(poll.poll(0)) and not self._connection.recv(1, socket.MSG_PEEK)
+                # Reads nothing: another thread may be receiving descriptors.
+                poll.register(self._connection, select.POLLRDHUP)
+                self._lost = bool(poll.poll(0))
             except (OSError, ValueError):
                 self._lost = True
         return self._lost
@@ -328,12 +328,12 @@ class MappedTransport:
         """Why there are no leases, human-readable."""
 
     def update_socket(self, welcome: sidecar_pb2.Welcome) -> None:
-        """Takes the name of the socket of a sidecar, possibly restarted; "": it has none."""
+        """Records the descriptors' socket of the sidecar, which may have restarted; "": it has none."""
         with self._lock:
             self._socket, self._token_first = welcome.descriptors, welcome.token_first
 
     def leases(self) -> FileLeases | None:
-        """The connected ones; None, with :attr:`reason`, if mapping is impossible.
+        """The connected leases; None, with :attr:`reason`, if mapping is impossible.
 
         Raises UnavailableError: it is impossible, and ``PANNIER_TRANSPORT=mapped``.
         """
@@ -351,7 +351,7 @@ class MappedTransport:
             return self._leases
 
     def arena(self, pool: ArenaPool, sizes: Sequence[int]) -> Arena:
-        """An arena of ``pool`` with a region of each size, bytes; leased if that is possible now.
+        """An arena of ``pool`` with a buffer of each size, bytes; leased if that is possible now.
 
         Raises PannierError: there is no memory for it, or it must be mapped and can't be.
         """

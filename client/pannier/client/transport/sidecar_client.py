@@ -17,12 +17,12 @@ from pannier.client.timers import Timer
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.client.transport.connection import FollowedSaves, SidecarConnection, seconds_left
 from pannier.client.transport.file_stream import (
-    MOST,
+    MAX_STREAMS,
+    Cancellation,
     FileSource,
     Progress,
     Sender,
     StagedFile,
-    Stop,
     StreamLimit,
 )
 from pannier.client.transport.retry import Retry
@@ -59,7 +59,7 @@ class SidecarClient:
             timeouts.RECONNECT_S if restart_daemons is None else timeouts.EMBEDDED_RESTART_S
         )
         self._sender = Sender(channel, self._connection.timers, self.peer)
-        self._streams = StreamLimit(max(2, min(MOST, threads())))
+        self._streams = StreamLimit(max(2, min(MAX_STREAMS, threads())))
         self._retry = shielded(
             Retry(
                 f"{self.peer} can't be reached: {hint}",
@@ -89,7 +89,7 @@ class SidecarClient:
         Raises:
             UnavailableError: nothing answers there, within about 3 s.
             VersionMismatchError: the sidecar has another wire version.
-            ConfigurationError: it is another user's, or the TLS files can't be used.
+            ConfigurationError: the socket belongs to another user, or the TLS files can't be used.
         """
         where = address or settings.sidecar
         assert where is not None
@@ -168,7 +168,7 @@ class SidecarClient:
         return self._retry(once, deadline, patience_s=self._patience_s)
 
     def begin(
-        self, request: sidecar_pb2.BeginRequest, timeout: float = 60.0
+        self, request: sidecar_pb2.BeginRequest, timeout: float = timeouts.BEGIN_S
     ) -> sidecar_pb2.BeginResponse:
         """Opens a save whose global plan torch makes."""
         deadline, save_deadline = Deadline(timeout), _deadline(request.save_timeout_s)
@@ -193,12 +193,16 @@ class SidecarClient:
         )
         return answer
 
-    def fail(self, request: sidecar_pb2.FailRequest, timeout: float = 5.0) -> None:
+    def fail(
+        self, request: sidecar_pb2.FailRequest, timeout: float = timeouts.TRAINER_FAIL_S
+    ) -> None:
         """Reports that this rank skips or fails a save, which aborts it on all ranks."""
         deadline = Deadline(timeout)
         self._retry(lambda: self._call("Fail", request, deadline.remaining()), deadline)
 
-    def hand_over(self, request: sidecar_pb2.HandOverRequest, timeout: float = 300.0) -> None:
+    def hand_over(
+        self, request: sidecar_pb2.HandOverRequest, timeout: float = timeouts.HAND_OVER_S
+    ) -> None:
         """Hands over the rank's files, all sent; returns when that is journalled."""
         deadline = Deadline(timeout)
 
@@ -219,9 +223,9 @@ class SidecarClient:
         *,
         reason: str = "",
         claim: sidecar_pb2.CachedPlanClaim | None = None,
-        timeout: float = 3600.0,
+        timeout: float = timeouts.SEND_S,
         progress: Progress = lambda held: None,
-        stop: Stop | None = None,
+        stop: Cancellation | None = None,
     ) -> int:
         """Streams one data file, resuming where a stream broke; returns its crc32c.
 
@@ -245,7 +249,7 @@ class SidecarClient:
             reason=reason,
             claim=claim,
         )
-        until = stop or Stop()
+        until = stop or Cancellation()
         held: int | None = None
 
         def advanced(committed: int) -> None:
@@ -274,10 +278,10 @@ class SidecarClient:
         return self._streams.most
 
     def arena(self, pool: ArenaPool, sizes: Sequence[int]) -> Arena:
-        """An arena with a region of each size, bytes; in the sidecar's spool if that is possible.
+        """An arena with a buffer of each size, bytes; in the sidecar's spool if that is possible.
 
         Raises:
-            UnavailableError: it isn't, and ``PANNIER_TRANSPORT=mapped``.
+            UnavailableError: that isn't possible, and ``PANNIER_TRANSPORT=mapped``.
             PannierError: there is no memory for it.
         """
         return aside(lambda: self._mapped.arena(pool, sizes))

@@ -47,7 +47,7 @@ class SavePlanner(dcp.SavePlanner):
 
     def __init__(self, planner: DefaultSavePlanner | None = None) -> None:
         self.planner = DefaultSavePlanner() if planner is None else planner
-        """The planner in it."""
+        """The wrapped planner."""
         if not isinstance(self.planner, DefaultSavePlanner):
             raise InvalidRequestError(f"{planner!r} is not a DefaultSavePlanner")
         self._fetcher = Fetcher()
@@ -110,7 +110,7 @@ class LoadPlanner(dcp.LoadPlanner):
 
     def __init__(self, planner: DefaultLoadPlanner | None = None) -> None:
         self.planner = DefaultLoadPlanner() if planner is None else planner
-        """The planner in it."""
+        """The wrapped planner."""
         if not isinstance(self.planner, DefaultLoadPlanner):
             raise InvalidRequestError(f"{planner!r} is not a DefaultLoadPlanner")
         self._state: dict[str, Any] = {}
@@ -135,7 +135,7 @@ class LoadPlanner(dcp.LoadPlanner):
         """The planner's plan, with items for each part of a sharded tensor, without replicas."""
         plan = self.planner.create_local_plan()
         if self._has_xla and any(map(_is_raw, self.planner.state_dict.values())):
-            # It flattens the state again for a checkpoint with keys of torch before 2.4.
+            # The planner flattens the state again for a checkpoint with keys of torch before 2.4.
             self._wrap()
             assert self.planner.metadata is not None
             plan = create_default_local_load_plan(
@@ -257,7 +257,7 @@ class UpstreamSavePlanner(dcp.SavePlanner):
     def create_global_plan(
         self, all_plans: list[dcp.SavePlan]
     ) -> tuple[list[dcp.SavePlan], Metadata]:
-        """Its own, for ``dcp.save``; in a save by Pannier the coordinator makes the global plan."""
+        """The planner's global plan, for ``dcp.save``; in Pannier's saves the coordinator makes it."""
         plans: tuple[list[dcp.SavePlan], Metadata] = self._planner.create_global_plan(all_plans)
         return plans
 
@@ -272,7 +272,7 @@ class UpstreamSavePlanner(dcp.SavePlanner):
         return data
 
     def release(self) -> None:
-        """Frees the local shards that it has not resolved, which it would keep."""
+        """Frees the local shards that the planner has not resolved, which it would keep."""
         if isinstance(getattr(self._planner, "_local_shards", None), dict):
             self._planner._local_shards = {}
 
@@ -289,7 +289,7 @@ class UpstreamLoadPlanner(dcp.LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Waits for the devices; flattens its containers whose values have keys in the checkpoint."""
+        """Waits for the devices; flattens containers whose values have their own keys in the checkpoint."""
         runtime.settle()
         planner = self._planner
         planner.set_up_planner(state_dict, metadata, is_coordinator)
@@ -298,7 +298,7 @@ class UpstreamLoadPlanner(dcp.LoadPlanner):
         for fqn, value in list(whole.items()):
             if fqn in held or not isinstance(value, Mapping | list):
                 continue
-            # It keeps containers without tensors under one key, where DCP has a key for each value.
+            # The planner keeps containers without tensors under one key; DCP has a key for each value.
             parts, paths = torch_compat.flatten_state_dict({fqn: value})
             if held.keys() >= parts.keys():
                 del whole[fqn]
@@ -322,7 +322,7 @@ class UpstreamLoadPlanner(dcp.LoadPlanner):
         return plan
 
     def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
-        """Puts an object of any class into the state; its own method refuses most classes."""
+        """Puts an object of any class into the state; the planner's own method refuses most classes."""
         planner = self._planner
         base = _base(planner, "SPMDLoadPlanner")
         if type(planner).load_bytes is not getattr(base, "load_bytes", None):

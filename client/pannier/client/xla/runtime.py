@@ -19,7 +19,7 @@ import torch
 from pannier.wire.errors import InvalidRequestError
 
 COPY_DESCRIPTION: Final = "copied by torch_xla, nothing overlaps"
-"""How values come to the host; human-readable."""
+"""How values are copied to the host; human-readable."""
 _TILES: Final = re.compile(r"devices=\[([\d,]+)\]")
 
 

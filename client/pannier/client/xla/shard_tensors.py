@@ -309,7 +309,7 @@ class Incoming(XlaTensor):
 def on_host(value: Any) -> Any:
     """The object with the XLA tensors in its lists, tuples and dictionaries copied to the host.
 
-    So it can be unpickled without torch_xla. The same object when it has no XLA tensors.
+    The result can be unpickled without torch_xla. Returns the same object if it has no XLA tensors.
     """
     if not runtime.is_loaded() or not runtime.holds_xla(value):
         return value
