@@ -1,7 +1,7 @@
 """The end of an attempt, as the coordinator and ``pannier recover`` share it.
 
 In: the exact bytes of the new ``.metadata``, or a decision. Out: a COMMIT to decide; storage as a decision
-requires. Knows no ranks' processes; idempotent, also when several processes run it. Async; after a
+requires. Needs none of the ranks' processes; idempotent, also when several processes run it. Async; after a
 StorageError the outcome of a step may be unknown: run it again.
 """
 
@@ -74,7 +74,7 @@ async def check_commit(
     overwrite: "save_pb2.Overwrite",
     extra: Iterable[records_pb2.ExtraFile],
 ) -> None:
-    """Raises what forbids the COMMIT of an attempt, as :func:`prepare_commit` does, which also writes."""
+    """Raises the error that forbids the COMMIT of an attempt, as :func:`prepare_commit`; writes nothing."""
     newer = await find_newer(store, attempt)
     if newer is not None:
         raise SupersededError(f"a newer save, {newer.name}, was committed to {store.url} meanwhile")

@@ -32,11 +32,13 @@ async def remove_attempt(store: Store, attempt: str) -> None:
 async def remove_ended(
     store: Store, attempt: str, *, needed: Collection[str], keep_decision: bool = False
 ) -> list[ObjectInfo]:
-    """Removes all objects of an attempt that isn't the checkpoint, copies of extra files included; returns them.
+    """Removes all objects of an attempt that isn't the checkpoint's, copies of extra files included.
 
     Args:
         needed: names of the files that the current ``.metadata`` refers to.
         keep_decision: of an aborted attempt, so that a late COMMIT finds it.
+
+    Returns the removed objects.
 
     Raises:
         IntegrityError: a file of the attempt is needed; nothing was removed.
@@ -50,12 +52,12 @@ async def remove_ended(
     ended = (await read_decisions(store, records)).known.get(attempt)
     copies: list[ObjectInfo] = []
     if ended is not None and ended.extra_files:
-        # First: afterwards nothing tells whose they are.
+        # First: without the decision, nothing shows which attempt the copies belong to.
         copies = await settle_copies(store, [ended])
     stages = [
         data,
         [info for info in records if info.key not in (*marks, decision)],
-        # The marks explain the other objects, as long as any are left.
+        # The marks show why the other objects are being removed, as long as any are left.
         [info for info in records if info.key in marks],
     ]
     for stage in stages:

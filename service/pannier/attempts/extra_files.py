@@ -1,15 +1,15 @@
 """Extra files of a checkpoint: small files beside the state that become visible with its commit.
 
 In: the receipts of an attempt, or its COMMIT. Out: for each extra file a copy under its own name, which plain
-tools read. The bytes lie in data files of the attempt, which receipts and the COMMIT name with a checksum; so a
-copy can be made again from storage alone. The order of writes:
+tools read. The bytes lie in data files of the attempt, which receipts and the COMMIT name with a checksum; so
+a copy can be made again from storage alone. The order of writes:
 
-1. after COMMIT and before ``.metadata`` is replaced: the copies, so that a checkpoint that exists has them all;
+1. after COMMIT and before ``.metadata`` is replaced: the copies, so that any checkpoint that exists has all;
 2. after ``.metadata`` was replaced: copies that only the replaced checkpoint had are removed.
 
-Which checkpoint's copies should stand follows from ``.metadata``: :mod:`pannier.attempts.metadata_swap` reads it
-again after each change here. A copy is only removed with exactly the content of its attempt: a file that someone
-else has written since stays. Async; idempotent.
+``.metadata`` determines which checkpoint's copies are to exist: :mod:`pannier.attempts.metadata_swap` reads
+it again after each change here. A copy is only removed if it has exactly the content of its attempt: a file
+that another writer has put in its place stays. Async; idempotent.
 """
 
 from collections.abc import Collection, Iterable
@@ -87,27 +87,42 @@ async def check_writable(store: Store, files: Iterable[records_pb2.ExtraFile]) -
 
 
 async def write_copies(store: Store, commit: records_pb2.Decision) -> None:
-    """Writes the copies of a COMMIT, also where equal ones are: so no removal under way takes them.
+    """Writes the copies of a COMMIT, also over equal ones, so that no concurrent removal removes them.
+
+    After an error no other copy is begun; it is raised when no write is under way any more.
 
     Raises IntegrityError when the bytes aren't what was decided.
     """
+    failed = False
 
     async def write(file: records_pb2.ExtraFile) -> None:
-        data = await read(store, file)
-        async for _ in contend(_RACES):
-            info = await store.stat(file.name)
-            point("coordinator.extra_file.before")
-            try:
-                await store.replace(
-                    file.name, data, expected=info.generation if info is not None else None
-                )
-            except ConflictError:
-                continue
-            point("coordinator.extra_file.after")
+        nonlocal failed
+        if failed:
             return
-        raise StorageError(f"{store.url}/{file.name} changed {_RACES} times while it was written")
+        try:
+            await _write_copy(store, file)
+        except BaseException:
+            failed = True
+            raise
 
-    await for_each(write, commit.extra_files, parallel=_PARALLEL)
+    # The caller may remove the copies after an error: no write may take effect after it was raised.
+    await for_each(write, commit.extra_files, parallel=_PARALLEL, try_all=True)
+
+
+async def _write_copy(store: Store, file: records_pb2.ExtraFile) -> None:
+    data = await read(store, file)
+    async for _ in contend(_RACES):
+        info = await store.stat(file.name)
+        point("coordinator.extra_file.before")
+        try:
+            await store.replace(
+                file.name, data, expected=info.generation if info is not None else None
+            )
+        except ConflictError:
+            continue
+        point("coordinator.extra_file.after")
+        return
+    raise StorageError(f"{store.url}/{file.name} changed {_RACES} times while it was written")
 
 
 async def missing_copies(store: Store, commit: records_pb2.Decision) -> bool:
@@ -162,7 +177,7 @@ async def _is_file(store: Store, name: str) -> bool:
 
 
 async def _is_directory(store: Store, info: ObjectInfo) -> bool:
-    """Whether it is a directory, which only some stores have; it may have been removed or replaced since."""
+    """Whether ``info`` is a directory, which only some stores have; False if it was removed or replaced."""
     if await _is_file(store, info.key):
         return False
     again = await store.stat(info.key)

@@ -18,7 +18,7 @@ from pannier.v1 import records_pb2
 from pannier.wire import object_names
 
 LIFE: Final = 3
-"""A lease lives this many times its renewal period."""
+"""A lease is valid for this many times its renewal period."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""The checkpoints below a root, all or those that a pattern matches: listings in, checkpoints with their states out. Async.
+"""The checkpoints below a root, all or those that a pattern matches.
 
-The attempt of a checkpoint's ``.metadata`` is found by comparing its size and checksum with the COMMIT
-decisions beside it, without unpickling. Checkpoints are ordered by their attempts, not by times, which come
-from several clocks.
+In: listings. Out: checkpoints with their states. The attempt of a checkpoint's ``.metadata`` is found by
+comparing its size and checksum with the COMMIT decisions beside it, without unpickling. Checkpoints are
+ordered by their attempts, not by times, which come from several clocks. Async.
 """
 
 import dataclasses
@@ -28,6 +28,8 @@ class CheckpointState(enum.Enum):
     """State of a checkpoint's directory."""
 
     COMMITTED = "committed"
+    REMOVING = "removing"
+    """Its removal has begun: readers are refused, and the next run of retention or of ``pannier rm`` completes it."""
     FOREIGN = "foreign"
     """Its ``.metadata`` matches no decision: not written by Pannier."""
     ABORTED = "aborted"
@@ -46,16 +48,16 @@ class Checkpoint:
     attempt: str | None
     """The committed attempt, or else the newest one; None: foreign."""
     size: int
-    """Bytes of the data files of ``attempt``; of a foreign one, of all files of no attempt."""
+    """Bytes of the data files of ``attempt``; for a foreign checkpoint, of the files that have no attempt."""
     time: float
     """Time of its decision, or else of its last write; Unix time, seconds. For display only."""
     job: str = ""
-    """Of a committed one."""
+    """Of a committed one, or one that is being removed."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of a committed one, as its trainers reported."""
+    """As its trainers reported; of such a one."""
     began: float | None = None
-    """When the attempt's incarnation wrote its first manifest below the root, by the store's clock; Unix time,
-    seconds. None: it is foreign, or incarnations are ordered by their numbers."""
+    """When the attempt's incarnation wrote its first manifest below the root, by the store's clock; Unix
+    time, seconds. None: the checkpoint is foreign, or incarnations are ordered by their numbers."""
 
     @property
     def order(self) -> tuple[bool, tuple[float | str, ...], float, str]:
@@ -84,11 +86,12 @@ async def list_checkpoints(store: Store, pattern: Pattern | None = None) -> list
     """The checkpoints below the root ``store``, oldest first.
 
     Args:
-        pattern: which; None: all at any depth, ordered as if they lay in one directory.
+        pattern: which ones; None: all at any depth, ordered as if they lay in one directory.
 
     Raises StorageError.
     """
-    # Directly below the root is all, or nearly: one listing takes fewer requests than one for each.
+    # All objects, or nearly all, are in directories directly below the root: listing everything at once takes
+    # fewer requests than listing each directory.
     whole = pattern is None or pattern == CHILDREN
     objects = await (store.list() if pattern is None or whole else _list_matching(store, pattern))
     directories = _directories(objects)
@@ -132,7 +135,8 @@ async def _list_matching(store: Store, pattern: Pattern) -> list[ObjectInfo]:
 def _began(directories: Mapping[str, _Directory]) -> dict[str, float]:
     """When each incarnation's first attempt was planned, by the store's clock.
 
-    Where no manifest is left, there is no intact checkpoint: then, when its first record was written.
+    For an incarnation without any manifest left, so without an intact checkpoint: when its first record was
+    written.
     """
     planned: dict[str, float] = {}
     written: dict[str, float] = {}
@@ -168,7 +172,7 @@ def _directories(objects: Iterable[ObjectInfo]) -> dict[str, _Directory]:
 
 
 async def _classify(store: Store, name: str, directory: _Directory) -> Checkpoint | None:
-    """None: it was removed since the listing."""
+    """The checkpoint in a directory; None: it was removed since the listing."""
     if directory.metadata is not None:
         try:
             return await _classify_with_metadata(store, name, directory, directory.metadata)
@@ -223,9 +227,11 @@ async def _classify_with_metadata(
         ]
         return Checkpoint(name, CheckpointState.FOREIGN, None, sum(own), metadata.modified)
     prefix = posixpath.join(name, f"__{committed.attempt}_")
+    mark = posixpath.join(name, object_names.removal_mark(committed.attempt))
+    is_marked = any(info.key == mark for info in records)
     return Checkpoint(
         name,
-        CheckpointState.COMMITTED,
+        CheckpointState.REMOVING if is_marked else CheckpointState.COMMITTED,
         committed.attempt,
         sum(item.size for item in directory.data if item.key.startswith(prefix)),
         committed.decided_at or metadata.modified,

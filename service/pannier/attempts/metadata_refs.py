@@ -56,7 +56,10 @@ def referenced_files(content: bytes, where: str) -> frozenset[str]:
 
 
 def saved_by(content: bytes, where: str) -> tuple[str, frozenset[str]]:
-    """The attempt that a ``.metadata`` names as its own (empty: Pannier didn't write it), and :func:`referenced_files`."""
+    """The attempt that a ``.metadata`` names as its own, and its :func:`referenced_files`.
+
+    The attempt is empty if Pannier didn't write the ``.metadata``.
+    """
     names, save_id = _read(content, where)
     return object_names.own_attempt(save_id), frozenset(map(posixpath.normpath, names))
 
@@ -67,7 +70,7 @@ def _read(content: bytes, where: str) -> tuple[set[str], str]:
         state = _Unpickler(io.BytesIO(content)).load().state
         places = state["storage_data"]
         names = {str(place.state["relative_path"]) for place in places.values()}
-        # Not every writer sets one.
+        # Not every writer sets a storage_meta.
         meta = getattr(state.get("storage_meta"), "state", None) or {}
         return names, str(meta.get("save_id") or "")
     except Exception as error:  # a damaged pickle can raise anything

@@ -6,7 +6,7 @@ The order of writes:
 1. ``metadata``, the candidate: the exact bytes of the new ``.metadata``;
 2. ``decision``, created if absent: it settles the outcome (:mod:`decisions`);
 3. a check that the attempt wasn't removed, so that no checkpoint is replaced by a removed one; the copies
-   of its extra files (:mod:`extra_files`); then ``.metadata``, replacing exactly the generation that was checked;
+   of its extra files (:mod:`extra_files`); then ``.metadata``, replacing exactly the checked generation;
 4. another check that the attempt wasn't removed: a process that was stopped before one of these writes
    and resumes after the removal undoes its writes;
 5. copies of extra files that only the replaced checkpoint had are removed.
@@ -60,11 +60,11 @@ class _Standing(NamedTuple):
     records: Collection[ObjectInfo] = ()
     """Listing of the records of all attempts; empty without ``.metadata``."""
     removed: bool = False
-    """It is of an attempt that was removed: what a late coordinator has written, and will undo."""
+    """It belongs to a removed attempt: a late coordinator has written it, and will undo that."""
 
     @property
     def attempt(self) -> object_names.Attempt | None:
-        """Whose it is; None: a foreign one's."""
+        """The attempt of ``.metadata``; None: it is foreign, or there is none."""
         return (
             None if self.committed is None else object_names.Attempt.parse(self.committed.attempt)
         )
@@ -176,13 +176,13 @@ async def install(store: Store, decision: records_pb2.Decision) -> None:
         ):
             await _undo_install(store, decision)
         try:
-            # Its own without a decision: it was removed, which the check below finds.
+            # ``.metadata`` of this attempt without its decision: it was removed, as the check below finds.
             if not stands.is_of(decision):
                 _check_replaceable(
                     store, stands, decision.save, decision.attempt, decision.overwrite
                 )
         except OccupiedError as error:
-            # Committed after the decision: this attempt must not be installed later, either.
+            # The other was committed after this decision: this attempt must not be installed later, either.
             await settle_copies(store, [decision], wrote=wrote)
             if await store.stat(object_names.METADATA) != info:
                 continue  # Removed or replaced meanwhile, maybe by another coordinator of this attempt.
@@ -223,13 +223,13 @@ async def settle_copies(
 ) -> list[ObjectInfo]:
     """Makes the copies of extra files those of the checkpoint that ``.metadata`` names.
 
-    Every process that changes copies calls it afterwards, and one that replaces ``.metadata`` after that: so the
-    last of several that do it at the same time leaves the right ones, whatever their order.
+    Every process calls it after it has changed copies, and after it has replaced ``.metadata``: so the last
+    of several concurrent processes leaves the right copies, whatever their order.
 
     Args:
-        gone: COMMITs that may have copies which only they had: those are removed.
-        wrote: this call's process has written them just now: they are removed from a checkpoint that Pannier
-            didn't write, too, in which nothing else is changed.
+        gone: COMMITs whose copies are removed, except names that the current checkpoint has, too.
+        wrote: this process has just written copies of ``gone``: they are removed from a checkpoint that
+            Pannier didn't write, too, in which nothing else is changed.
 
     Returns what was removed.
     """
@@ -247,12 +247,12 @@ async def settle_copies(
         ]
         removed += now
         if standing is not None and await missing_copies(store, standing):
-            # It may have been replaced meanwhile, by one that has other names.
+            # This checkpoint may have been replaced meanwhile by one with other names.
             written.append(standing)
             try:
                 await write_copies(store, standing)
             except NotFoundError:
-                # Being removed, or damaged.
+                # The checkpoint is being removed, or is damaged.
                 if lacking == standing:
                     raise
                 lacking = standing
@@ -308,7 +308,7 @@ async def is_removed(store: Store, attempt: str) -> bool:
 
 
 def _seems_removed(attempt: str, listed: Collection[str]) -> bool:
-    """Whether a listing, which may be stale, suggests that it was removed."""
+    """Whether a listing, which may be stale, suggests that the attempt was removed."""
     receipts = object_names.receipts_prefix(attempt)
     return (
         object_names.removal_mark(attempt) in listed
@@ -362,13 +362,14 @@ async def _read_standing(store: Store) -> _Standing:
         committed = await find_committed(store, records, info.size, checksum)
         if committed is not None:
             return _Standing(info, checksum, committed, records)
-        # A stale listing (NFS) may lack it: a newer one would be taken for foreign, and replaced.
+        # A stale listing (NFS) may lack the decision: a newer checkpoint would be taken for foreign, and
+        # replaced.
         try:
             content = await store.read(object_names.METADATA)
         except NotFoundError:
             continue
         if (len(content), crc32c.crc32c(content)) != (info.size, checksum):
-            continue  # Another one's by now: what names its attempt says nothing about this one.
+            continue  # It was replaced meanwhile: this content doesn't belong to ``info``.
         attempt, files = await _read_names(content, f"{store.url}/{object_names.METADATA}")
         decision = await read_decision(store, attempt) if attempt else None
         if decision is not None:
@@ -387,7 +388,7 @@ async def _read_names(content: bytes, where: str) -> tuple[str, frozenset[str]]:
 
 
 async def _lacks_one(store: Store, files: frozenset[str]) -> bool:
-    """Whether a data file is missing, or none is needed: a removal begins with those."""
+    """Whether the first data file is missing, or there is none: a removal begins with the data files."""
     return not files or await store.stat(min(files)) is None
 
 

@@ -16,6 +16,10 @@ from pannier.wire.records import parse_receipt
 _log = logging.getLogger(__name__)
 
 
+class LostError(StorageError):
+    """What sidecars have written isn't in storage. In a directory it may show a little later (NFS)."""
+
+
 async def find_lost(
     store: Store, attempt: str, receipts: Iterable[records_pb2.Receipt]
 ) -> list[int]:
@@ -53,7 +57,9 @@ async def check_shared_directory(
     Args:
         hosts: by rank, of ranks whose receipts were written.
 
-    Raises StorageError, with the hosts, when the directory lacks the receipt of each one's lowest rank.
+    Raises:
+        LostError: the directory lacks the receipt of a host's lowest rank; names the hosts.
+        StorageError: it can't be read.
     """
     if not store.host_local:
         return
@@ -66,7 +72,7 @@ async def check_shared_directory(
 
     elsewhere = await for_each(is_elsewhere, lowest.values())
     if names := [host for host, missing in zip(lowest, elsewhere, strict=True) if missing]:
-        raise StorageError(
+        raise LostError(
             f"{store.url} isn't one directory for all hosts: what {', '.join(names[:5])} wrote there isn't "
             f"seen on {here}; save to a bucket or to a file system that all hosts share"
         )

@@ -3,7 +3,7 @@
 In: bytes by label, as they come. Out: renderables for :mod:`rich`. Not thread-safe.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final, Protocol, TypeVar
 
 from rich.console import Console, RenderableType
@@ -26,13 +26,14 @@ from pannier.cli.table import shorten_start
 _MOST_RANKS: Final = 16
 """With more, there is a bar per host."""
 _RATE_S: Final = 5.0
-"""The rate is that of so many last seconds."""
+"""Seconds over which the rate is measured."""
 _LABEL: Final = 22
+_UNKNOWN: Final = "unknown host"
 ALL: Final = "all"
 
 
 class _Rank(Protocol):
-    """What the status of a rank has."""
+    """The fields of a rank's status that are used here."""
 
     rank: int
     host: str
@@ -44,7 +45,7 @@ _R = TypeVar("_R", bound=_Rank)
 def reading_bar() -> Progress:
     """The bar of a command that reads a checkpoint, on standard error; none where that is no terminal.
 
-    It is gone at the end.
+    It disappears at the end.
     """
     console = Console(stderr=True)
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -74,13 +75,18 @@ class Bars:
         self._tasks: dict[str, TaskID] = {}
 
     def update(self, label: str, *, done: int, total: int, state: str) -> None:
-        """How far a bar is, in bytes; a total of 0 isn't known."""
+        """Sets how far a bar is, in bytes; with a ``total`` of 0, the total isn't known."""
         if label not in self._tasks:
             self._tasks[label] = self._bars.add_task(label, total=None, state=state)
         self._bars.update(self._tasks[label], total=total or None, completed=done, state=state)
 
+    def keep(self, labels: Iterable[str]) -> None:
+        """Removes all other bars: the labels depend on the hosts that are known by now."""
+        for label in self._tasks.keys() - labels:
+            self._bars.remove_task(self._tasks.pop(label))
+
     def render(self, room: int) -> list[RenderableType]:
-        """As many bars as there is room for, those that are least far first; below, that of all."""
+        """As many bars as there is room for, the least advanced ones first; below, the bar of all."""
         parts: list[RenderableType] = []
         tasks = {task.description: task for task in self._bars.tasks}
         whole = tasks.pop(ALL, None)
@@ -100,19 +106,41 @@ class Bars:
 
 
 def rows_of(ranks: Iterable[_R]) -> dict[str, list[_R]]:
-    """Ranks by the label of their bar."""
+    """Ranks by the label of their bar; no two hosts have the same one."""
     rows: dict[str, list[_R]] = {}
     listed = sorted(ranks, key=lambda rank: rank.rank)
-    for rank in listed:
-        if len(listed) > _MOST_RANKS:
-            label = shorten_start(rank.host or "unknown host", _LABEL)
-        else:
-            number = f"rank {rank.rank}"
-            label = f"{number}  {shorten_start(rank.host, _LABEL - len(number) - 2)}"
-        rows.setdefault(label, []).append(rank)
+    if len(listed) > _MOST_RANKS:
+        labels = _host_labels({rank.host or _UNKNOWN for rank in listed}, _LABEL)
+        for rank in listed:
+            rows.setdefault(labels[rank.host or _UNKNOWN], []).append(rank)
+    elif listed:
+        room = _LABEL - len(f"rank {listed[-1].rank}  ")
+        labels = _host_labels({rank.host for rank in listed}, room)
+        for rank in listed:
+            rows[f"rank {rank.rank}  {shorten_start(labels[rank.host], room)}"] = [rank]
     if rows:
         rows[ALL] = listed
     return rows
+
+
+def _host_labels(hosts: Collection[str], width: int) -> dict[str, str]:
+    """A label for each host: in the first of these forms in which all fit and differ, else its whole name."""
+    forms: tuple[Callable[[str], str], ...] = (
+        lambda host: host,
+        _first_label,
+        lambda host: shorten_start(_first_label(host), width),
+        lambda host: shorten_start(host, width),
+    )
+    for form in forms:
+        labels = {host: form(host) for host in hosts}
+        fit = all(len(label) <= width for label in labels.values())
+        if fit and len(set(labels.values())) == len(labels):
+            return labels
+    return {host: host for host in hosts}
+
+
+def _first_label(host: str) -> str:
+    return host.partition(".")[0]
 
 
 class _Cell(ProgressColumn):

@@ -65,13 +65,13 @@ def end_negative(message: str, hint: str) -> NoReturn:
 
 
 class Failures:
-    """Storage errors of single checkpoints: a command goes on with the others, and ends with exit status 3."""
+    """Storage errors of single checkpoints: a command continues with the others, and exits with status 3."""
 
     def __init__(self) -> None:
         self._texts: dict[str, None] = {}
 
     def add(self, error: "StorageError") -> None:
-        """Raises it when storage doesn't answer at all: each other checkpoint would wait for it, too."""
+        """Adds an error; raises it when storage doesn't answer at all: each checkpoint would wait for it."""
         from pannier.storage.base import UnreachableError
 
         if isinstance(error, UnreachableError):
@@ -79,7 +79,7 @@ class Failures:
         self._texts[str(error)] = None
 
     def report(self) -> None:
-        """Writes them to standard error."""
+        """Writes the errors to standard error."""
         for count, text in enumerate(self._texts, 1):
             last = count == len(self._texts)
             complain(text, "run the command again when this is solved" if last else "")

@@ -1,4 +1,4 @@
-"""Loads as people see them: a table of several, the details of one, and one while it is watched.
+"""Loads, human-readable: a table of several, the details of one, and one while it is watched.
 
 In: statuses. Out: renderables for :mod:`rich`, or a line of a log. Not thread-safe.
 """
@@ -146,12 +146,14 @@ class LoadProgress:
         self._load = load_status_pb2.LoadStatus()
 
     def update(self, load: load_status_pb2.LoadStatus) -> None:
-        """The next status."""
+        """Takes the next status."""
         self._load = load
-        for label, ranks in rows_of(load.ranks).items():
+        rows = rows_of(load.ranks)
+        self._bars.keep(rows)
+        for label, ranks in rows.items():
             total = sum(rank.bytes_total for rank in ranks)
             loaded = all(rank.phase == _LOADED for rank in ranks)
-            # A rank may need less of an archive than the whole.
+            # A rank may need only a part of an archive.
             done = total if loaded else min(total, sum(map(_read, ranks)))
             state = "" if label == ALL else _state(ranks)
             self._bars.update(label, done=done, total=total, state=state)
@@ -162,11 +164,11 @@ class LoadProgress:
         return Group(heading(self._load), *bars, *_below(self._load))
 
     def line(self) -> str:
-        """The load now, as a line of a log; few changes make another one."""
+        """The load now, as a line of a log, which changes rarely."""
         load = self._load
         line = f"{load.id} {state_name(load.state)}"
         if load.bytes_total and load.state == load_status_pb2.LOAD_STATE_LOADING:
-            line += f": {min(10, 10 * load.bytes_read // load.bytes_total)}0 % read"
+            line += f": {10 * min(10, 10 * load.bytes_read // load.bytes_total)} % read"
         waits = load.waiting_on
         # Without the seconds, which change all the time.
         awaited = f"ranks {list(waits.ranks)}" if waits.ranks else waits.text
@@ -174,7 +176,7 @@ class LoadProgress:
 
 
 def _state(ranks: list[load_status_pb2.RankLoadStatus]) -> str:
-    """The phase of one rank; of several, how many have loaded, or FAILED."""
+    """The ranks' common phase; if their phases differ, how many have loaded; FAILED if any has failed."""
     phases = [rank.phase for rank in ranks]
     if len(set(phases)) == 1 or _FAILED in phases:
         return phase_name(_FAILED if _FAILED in phases else phases[0])

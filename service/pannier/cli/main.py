@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not set(words[:1]).intersection(_DAEMONS):
-        # gRPC would print what is reported here in other words.
+        # Otherwise gRPC also prints the errors that are reported here.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with report_errors():
         code = cli.main(words, prog_name="pannier", standalone_mode=False)

@@ -120,7 +120,7 @@ class JsonObject(_Type):
         try:
             parsed = json.loads(value)
         except (ValueError, RecursionError) as error:
-            # Numbers that are too long and brackets that are too deep aren't JSONDecodeErrors.
+            # Numbers that are too long and brackets that are too deep raise no JSONDecodeError.
             self.fail(f"not valid JSON: {error}", param, ctx)
         if not isinstance(parsed, dict):
             self.fail(f"{value!r} is not a JSON object", param, ctx)
@@ -193,7 +193,7 @@ output_options = combined(
     ),
     json_option,
 )
-"""Of commands that print a table: :class:`pannier.cli.table.Table`."""
+"""For commands that print a table: :class:`pannier.cli.table.Table`."""
 
 log_format_option = option(
     "--log-format",
@@ -247,7 +247,7 @@ retention_options = combined(
 
 
 def retention_pattern(flag: str) -> Callable[[_Command], _Command]:
-    """Which directories below a root the retention rules are about."""
+    """The option for the directories below a root that the retention rules apply to."""
     return option(
         flag,
         "pattern",
@@ -262,7 +262,7 @@ def retention_pattern(flag: str) -> Callable[[_Command], _Command]:
 
 
 def policy_of(settings: dict[str, Any]) -> Any:
-    """Takes the values of :data:`retention_options` out; returns a retention Policy."""
+    """Removes the values of :data:`retention_options` from ``settings``; returns a retention Policy."""
     from pannier.maintenance.retention_policy import Best, Policy
 
     return Policy(
@@ -322,7 +322,7 @@ upload_options = combined(
         "`pannier status` shows when it is what limits. With --jobs, of each job.  [default: no limit]",
     ),
 )
-"""Of sidecars, and of `pannier up` for its own."""
+"""Options of sidecars, and of `pannier up` for its sidecar."""
 
 replicas_options = combined(
     option(
@@ -349,7 +349,7 @@ replicas_options = combined(
         "name]",
     ),
 )
-"""Of sidecars, and of `pannier up` for its own."""
+"""Options of sidecars, and of `pannier up` for its sidecar."""
 
 daemon_options = combined(
     option(

@@ -1,4 +1,4 @@
-"""Sentences for people, which fit their terminal, and JSON for programs.
+"""Output of commands: human-readable text, wrapped for the terminal, and JSON for programs.
 
 A pipe gets lines of any length, as ``-o wide`` does, unless ``COLUMNS`` is set.
 """
@@ -19,7 +19,7 @@ _ANY_WIDTH: Final = 1 << 20
 _COLOURS: Final = {
     **dict.fromkeys(("COMMITTED", "DURABLE", "LOADED", "committed"), "green"),
     **dict.fromkeys(("ABORTED", "FAILED", "aborted"), "red"),
-    **dict.fromkeys(("IN_DOUBT", "MISSING", "undecided"), "yellow"),
+    **dict.fromkeys(("IN_DOUBT", "MISSING", "undecided", "removing"), "yellow"),
 }
 size = size_text
 _UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60))

@@ -1,6 +1,6 @@
-"""A save while it is watched: a bar per rank or host, its rate and time left, and what is late.
+"""A save while it is watched: a bar per rank or host, its rate and time left, and late ranks.
 
-In: its statuses, as they come. Out: a renderable for :mod:`rich`, or a line of a log. Not thread-safe.
+In: the save's statuses, as they come. Out: a renderable for :mod:`rich`, or a line of a log. Not thread-safe.
 """
 
 import time
@@ -17,7 +17,7 @@ from pannier.common.wait_text import Awaited, waiting_text
 from pannier.v1 import save_pb2
 
 _OTHER_LINES: Final = 8
-"""Of the terminal's, below and above the bars."""
+"""Lines of the terminal above and below the bars."""
 
 
 class SaveProgress:
@@ -35,7 +35,7 @@ class SaveProgress:
         self._save = save_pb2.SaveStatus()
 
     def update(self, save: save_pb2.SaveStatus) -> None:
-        """The next status."""
+        """Takes the next status."""
         self._save = save
         now = self._clock()
         for rank in save.ranks:
@@ -48,7 +48,9 @@ class SaveProgress:
         for number in save.waiting_on.ranks:
             # A sidecar lists its own host's ranks only.
             self._moved.setdefault(number, ((), now))
-        for label, ranks in rows_of(save.ranks).items():
+        rows = rows_of(save.ranks)
+        self._bars.keep(rows)
+        for label, ranks in rows.items():
             self._update_bar(label, ranks)
 
     def _update_bar(self, label: str, ranks: list[save_pb2.RankStatus]) -> None:
@@ -72,7 +74,7 @@ class SaveProgress:
         return Group(*parts)
 
     def line(self) -> str:
-        """The save now, as a line of a log; few changes make another one."""
+        """The save now, as a line of a log, which changes rarely."""
         save = self._save
         line = f"{save.id} {save_view.state_name(save.state)}: "
         line += f"{save_view.durable_text(save)} ranks durable"
@@ -90,7 +92,7 @@ class SaveProgress:
         return line
 
     def late(self) -> str:
-        """What the save waits for although it should have moved by now; empty: all goes on."""
+        """What the save waits for that should have made progress by now; empty: nothing is late."""
         if not self._save.waiting_on.ranks:
             # Storage or a daemon that doesn't respond.
             return self._save.waiting_on.text
@@ -107,7 +109,7 @@ class SaveProgress:
 
 
 def _state(ranks: list[save_pb2.RankStatus]) -> str:
-    """The phase of one rank; of several, how many are durable, or FAILED."""
+    """The ranks' common phase; if their phases differ, how many are durable; FAILED if any has failed."""
     phases = [rank.phase for rank in ranks]
     if len(set(phases)) == 1 or save_pb2.RANK_PHASE_FAILED in phases:
         failed = save_pb2.RANK_PHASE_FAILED

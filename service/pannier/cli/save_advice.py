@@ -1,5 +1,6 @@
-"""What saves cost and how often to save, by a daemon's committed saves and its loads. In: statuses. Out: advice by
-job. Pure.
+"""What saves cost and how often to save, by a daemon's committed saves and its loads.
+
+In: statuses. Out: advice by job. Pure.
 """
 
 import dataclasses
@@ -17,11 +18,11 @@ class GroupAdvice:
     job: str
     group: str
     ranks: int
-    """How many they are."""
+    """Their number."""
     advice: Advice
 
     def fields(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The advice as fields of a JSON object."""
         fields = dataclasses.asdict(self)
         return {**fields.pop("advice"), **fields}
 
@@ -35,10 +36,10 @@ def advice_of(
     loads: Iterable[load_status_pb2.LoadStatus] = (),
     mtbf_s: float | None = None,
 ) -> list[GroupAdvice]:
-    """For each job and group with a committed save among these, newest first.
+    """Advice for each job and group with a committed save among ``saves``, newest first.
 
     Args:
-        loads: those by as many ranks, of checkpoints beside a group's own, show what a restore takes.
+        loads: those by as many ranks, of checkpoints beside a group's own, show how long a restore takes.
 
     Raises InvalidRequestError: ``mtbf_s`` is below 1.
     """
@@ -67,11 +68,11 @@ def _root(checkpoint_id: str) -> str:
 
 
 def _cost(save: save_pb2.SaveStatus) -> SaveCost | None:
-    """None: it isn't committed, or was before this daemon started."""
+    """What a save cost; None: it isn't committed, or was committed before this daemon started."""
     stalled_s = max((rank.stalled_s for rank in save.ranks), default=0.0)
     if save.state != save_pb2.SAVE_STATE_COMMITTED or not save.committed_s or not stalled_s:
         return None
-    # The daemons' times begin at the save's first message: by a cached plan, that is after the stall.
+    # The daemons' times begin at the save's first message, which by a cached plan comes after the stall.
     return SaveCost(
         stalled_s=stalled_s,
         ingested_s=stalled_s + save.ingested_s,

@@ -1,4 +1,4 @@
-"""Saves as people see them: a table of several, the details of one. Pure."""
+"""Saves, human-readable: a table of several, the details of one. Pure."""
 
 from collections.abc import Iterable
 
@@ -91,7 +91,7 @@ def save_details(save: save_pb2.SaveStatus) -> RenderableType:
 
 
 def waiting(awaited: str, deadline_s: float) -> Text:
-    """What it waits for, and for how long yet."""
+    """What a save or load waits for, and how much longer."""
     limit = f", at most {deadline_s:.0f} s more" if deadline_s > 0 else ""
     return Text(f"waiting for {awaited}{limit}", style="yellow")
 

@@ -142,7 +142,7 @@ class StatusClient:
         self._stub: Any = status_pb2_grpc.StatusStub(self._channel)
 
     def list_saves(self, request: status_pb2.ListSavesRequest) -> status_pb2.ListSavesResponse:
-        """Newest first."""
+        """The daemon's saves, newest first."""
         with self._translated():
             response: status_pb2.ListSavesResponse = self._stub.ListSaves(
                 request, timeout=timeouts.STATUS_CALL_S, metadata=self._metadata
@@ -150,7 +150,7 @@ class StatusClient:
             return response
 
     def get_save(self, save: str) -> status_pb2.GetSaveResponse:
-        """By id, or the newest of a checkpoint id."""
+        """A save by its id, or the newest one of a checkpoint id."""
         with self._translated():
             response: status_pb2.GetSaveResponse = self._stub.GetSave(
                 status_pb2.GetSaveRequest(id=save),
@@ -160,7 +160,7 @@ class StatusClient:
             return response
 
     def get_load(self, load: str) -> status_pb2.GetLoadResponse:
-        """By id, or the newest of a checkpoint id."""
+        """A load by its id, or the newest one of a checkpoint id."""
         with self._translated():
             response: status_pb2.GetLoadResponse = self._stub.GetLoad(
                 status_pb2.GetLoadRequest(id=load),
@@ -170,18 +170,18 @@ class StatusClient:
             return response
 
     def watch_save(self, save: str) -> Iterator[status_pb2.WatchSaveResponse]:
-        """Every change until the terminal state; reconnects when the daemon is restarted meanwhile."""
+        """Every change of a save until its terminal state; reconnects if the daemon restarts meanwhile."""
         request = status_pb2.WatchSaveRequest(id=save)
         return self._follow("WatchSave", request, lambda each: each.save.state in TERMINAL)
 
     def watch_load(self, load: str) -> Iterator[status_pb2.WatchLoadResponse]:
-        """The same of a load."""
+        """Every change of a load until it ends; reconnects as :meth:`watch_save`."""
         request = status_pb2.WatchLoadRequest(id=load)
         running = load_status_pb2.LOAD_STATE_LOADING
         return self._follow("WatchLoad", request, lambda each: each.load.state != running)
 
     def _follow(self, method: str, request: Any, is_last: Callable[[Any], bool]) -> Iterator[Any]:
-        # Errors are final before the first response, and WATCH_RECONNECT_S after a stream broke.
+        # An error is final before the first response; later, only WATCH_RECONNECT_S after a stream broke.
         give_up = 0.0
         while True:
             try:

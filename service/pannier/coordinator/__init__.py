@@ -7,7 +7,7 @@ in the bucket.
 
 import os
 
-# By default numpy asks for huge pages for columns of 4 MiB and more, as a large job has. They are freed
-# again at once; where memory is fragmented, the kernel takes longer to find such pages than planning
-# takes in all. Read when numpy is imported, which is after this.
+# By default numpy requests huge pages for arrays of 4 MiB and more, such as the columns of a large job.
+# These arrays are short-lived; where memory is fragmented, the kernel takes longer to find huge pages than
+# all of planning takes. numpy reads the variable when it is imported, which is after this.
 os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")

@@ -25,7 +25,7 @@ class CoordinatorConfig(DaemonSettings):
     idle_exit_s: float | None = None
     """Exit after so many seconds without a trainer or an undecided save on any host; None: never."""
     suspect_after_s: float = 5
-    """Seconds without a heartbeat after which a trainer counts as unresponsive, whatever its sidecar is."""
+    """Seconds without a heartbeat until a trainer counts as unresponsive, even if its sidecar responds."""
     retention: Policy = field(default_factory=Policy)
     """Which checkpoints of a job stay after each commit; by default all."""
     grace_superseded_s: float = GRACE_S

@@ -49,7 +49,7 @@ class CoordinatorDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         return await check_restore(root, self._config.storage_options, timeout_s, self._holders)
 
     def _holders(self, attempt: str) -> list[Holder]:
-        """By host; a host without ``--peers`` has its files for its own ranks alone."""
+        """Holders of the attempt's files, by host; one without ``--peers`` serves only its own ranks."""
         found: dict[str, Holder] = {}
         for peer in self._attached():
             problem = (
@@ -57,5 +57,7 @@ class CoordinatorDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
             )
             for copy in peer.copies.copies:
                 if copy.attempt == attempt:
-                    found[peer.host] = Holder(peer.host, copy.files, copy.bytes, problem)
+                    found[peer.host] = Holder(
+                        peer.host, copy.files, copy.bytes, problem, bool(peer.failure_domain)
+                    )
         return [found[host] for host in sorted(found)]

@@ -31,11 +31,11 @@ class Claim:
     host: str = ""
     """Host of the rank whose save needs the number."""
     seen: int | None = None
-    """The highest number below the root when it began; None: not known."""
+    """The highest number below the root when this incarnation began; None: not known."""
     apart: bool = False
-    """It saves beside the ranks of its job, and is not ordered among its incarnations."""
+    """It saves beside the ranks of its job, and is not ordered among the job's incarnations."""
     launch: str = ""
-    """The same for all starts of the job by its launcher; empty: not known."""
+    """Hash that is equal for all starts of the job by its launcher; empty: not known."""
 
     def holds(self, record: records_pb2.IncarnationRecord) -> bool:
         """Whether the record is this incarnation's."""
@@ -70,8 +70,8 @@ class Incarnations:
         await self._read_new(root)
         shown: Mapping[str, int] = {}
         if not self._find(claim):
-            # Once per incarnation. Before the records are listed again: attempts that another
-            # coordinator has made for this incarnation meanwhile are newer than its record.
+            # Once per incarnation. The attempts are listed before the records are listed again: another
+            # coordinator creates this incarnation's record before any attempt that the first listing has.
             shown = await _shown(root)
             await self._read_new(root)
         if known := self._find(claim):
@@ -79,7 +79,7 @@ class Incarnations:
         own = shown.get(claim.incarnation)
         number = own or max((*self._records, *shown.values()), default=0) + 1
         while True:
-            # An incarnation that has saved before only gets its lost record back.
+            # For an incarnation that has saved before, only its lost record is restored.
             if claim.seen is not None and own is None:
                 self._check(claim, claim.seen, root)
             if number > object_names.LARGEST_NUMBER:
@@ -152,7 +152,7 @@ class Incarnations:
 
 
 async def _create(root: Store, number: int, claim: Claim) -> records_pb2.IncarnationRecord:
-    """Takes the number unless it is taken; returns the record in storage."""
+    """Creates the record of the number unless there is one; returns the record in storage."""
     record = records_pb2.IncarnationRecord(
         number=number,
         job=claim.job,
@@ -174,7 +174,7 @@ async def _create(root: Store, number: int, claim: Claim) -> records_pb2.Incarna
 
 
 async def _shown(root: Store) -> dict[str, int]:
-    """Numbers of incarnations by their ids, as the attempts of the checkpoints below the root show."""
+    """Numbers of incarnations by id, from the names of the attempts below the root."""
     names = [f"{name}/" for name in await root.list_directories()]
     prefixes = [
         name + object_names.attempts_prefix()

@@ -2,9 +2,9 @@
 
 In: streams of sidecars as they open and close, their reports about trainers, and saves as they
 change. Out: failures of ranks that are certainly lost; possible losses, which fail a save unless the
-rank's receipt is in storage or another host has its replica; log lines about ranks and sidecars that miss heartbeats. A rank that was
-not handed over is no possible loss of its sidecar: its client streams everything again. Owns the
-:class:`SidecarPeer` objects. Event loop only; no I/O.
+rank's receipt is in storage or another host has its replica; log lines about ranks and sidecars that miss
+heartbeats. Losing its sidecar doesn't make a rank a possible loss if it was not handed over: its client
+streams everything again. Owns the :class:`SidecarPeer` objects. Event loop only; no I/O.
 """
 
 import asyncio
@@ -28,12 +28,14 @@ from pannier.wire.failures import ranks_text
 _log = logging.getLogger(__name__)
 
 _HANDED_OVER: Final = save_pb2.RANK_PHASE_HANDED_OVER
+_ROOTS_KEPT: Final = 4096
+"""Jobs and roots whose newest incarnation is remembered."""
 
 
 class _DelayedCheck:
     """Calls ``check`` with the hosts that were added, some time later, in batches.
 
-    Each check goes through all ranks, and the sidecars of a large job come and go at once.
+    Each check goes through all ranks, and the sidecars of a large job attach and detach together.
     """
 
     def __init__(self, delay_s: float, check: Callable[[Collection[str]], None]) -> None:
@@ -69,7 +71,7 @@ class SidecarPeers:
             for name, peer in self._peers.items()
             if peer.streams or now - peer.last_seen < timeouts.SIDECAR_KEPT_S
         }
-        # By host, too: no host may claim another's sidecar by sending its id.
+        # The key includes the host: no host may claim another's sidecar by sending its id.
         peer = self._peers.setdefault((host, sidecar), SidecarPeer(host, job))
         peer.streams += 1
         peer.attached_at = now
@@ -86,7 +88,7 @@ class SidecarPeers:
         return [peer for peer in self._peers.values() if peer.streams]
 
     def check_handed_over(self, save: Save, rank: int) -> None:
-        """Checks a rank that was handed over but that its client's sidecar doesn't hold."""
+        """Checks later whether a handed-over rank that its client's sidecar doesn't hold is lost."""
         observer_clock.call_later(
             timeouts.SIDECAR_RETURN_S, self._report_restart, save, save.ranks[rank]
         )
@@ -98,7 +100,7 @@ class SidecarPeers:
         """
         newest: dict[tuple[str, str], float] = {}
         for peer in self.attached():
-            # Sidecars of other jobs of the host replace none.
+            # A sidecar of another job on the same host replaces none of this job.
             place = (peer.host, peer.job)
             newest[place] = max(peer.since, newest.get(place, 0.0))
         for save in self._registry.undecided():
@@ -118,7 +120,7 @@ class SidecarPeers:
         if save.ended or state.receipt is not None or state.has_live_sidecar:
             return
         if state.replica_holder is not None:
-            # That host uploads it, unless it is lost, too.
+            # The replica's holder uploads the rank's data, unless that host is lost, too.
             self.check_handed_over(save, state.rank)
             return
         save.report_possible_loss(
@@ -156,7 +158,7 @@ def _apply_trainer_report(
     if state.has_live_sidecar and state.sidecar is not None and state.sidecar.host != sidecar.host:
         return  # the rank runs on another host
     if trainer.death:
-        # For a rank that has handed in a plan or data, its sidecar reports what became of that.
+        # If the rank has sent a plan or data, its sidecar reports the outcome.
         took_part = has_reached(state.phase, save_pb2.RANK_PHASE_PLANNED)
         missing = not took_part and state.receipt is None
         if missing and not save.resumed and save.state in (State.PLANNING, State.STAGING):
@@ -172,14 +174,14 @@ def _apply_trainer_report(
 class IncarnationWatch:
     """Reports possible losses in saves of incarnations that were superseded by a newer one.
 
-    What is ingested continues. A rank that is not, and that has no live sidecar, may be lost; where
-    the sidecar is attached, it reports itself whether the rank's trainer is alive.
+    Ranks that were handed over continue. Any other rank without a live sidecar may be lost; an attached
+    sidecar itself reports whether the rank's trainer is alive.
     """
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._newest: dict[tuple[str, str], int] = {}
-        """Highest incarnation number by job and root."""
+        """Highest incarnation number by job and root, of the last ones."""
         self._checked: set[str] = set()
         """Undecided saves whose incarnation number was compared."""
         registry.listen(self._on_change)
@@ -198,6 +200,8 @@ class IncarnationWatch:
         newest = self._newest.get(line, 0)
         if number > newest:
             self._newest[line] = number
+            if len(self._newest) > _ROOTS_KEPT:
+                del self._newest[next(iter(self._newest))]
             for other in self._registry.undecided():
                 older = other.attempt is not None and other.attempt.incarnation_number < number
                 if older and not other.context.apart and _job_and_root(other) == line:
@@ -209,7 +213,8 @@ class IncarnationWatch:
         observer_clock.call_later(timeouts.SUPERSEDED_RETURN_S, self._check, save, newer)
 
     def _check(self, save: Save, newer: int) -> None:
-        # While a save is planned its ranks are reported or wait in calls, which end with their trainers.
+        # While a save is being planned, its ranks are reported, or wait in Plan calls, which end with
+        # their trainers.
         if save.state is State.PLANNING:
             return
         for state in save.ranks.values():

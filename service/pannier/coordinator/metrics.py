@@ -28,9 +28,9 @@ class CoordinatorMetrics:
     """Made on the event loop.
 
     Args:
-        counts: gets how saves have ended.
+        counts: receives the outcomes of saves.
         attached: sidecars with an open stream.
-        retention: knows how often it failed.
+        retention: its count of failures is exported.
         read_state: runs a function on the event loop, for any thread.
     """
 

@@ -1,8 +1,9 @@
-"""Second hosts' copies (``--replicas 1``): which host holds whose, and who uploads what a lost host had ingested.
+"""Replicas on a second host (``--replicas 1``): which host holds which host's, and which one uploads the
+ingested data of a lost host.
 
-In: attached sidecars, the failure domain that each offers, and which replicas each one holds. Out: a holder
-in another failure domain for each host; orders to take ranks over whose own sidecar is not attached. The
-orders need no lock: both hosts would write the same objects. Owns nothing in storage. Event loop only; no I/O.
+In: attached sidecars, the failure domain of each, and the replicas that each one holds. Out: a holder in
+another failure domain for each host; orders to take over ranks whose own sidecar is not attached. The orders
+need no lock: both hosts would write the same objects. Owns nothing in storage. Event loop only; no I/O.
 """
 
 import asyncio
@@ -24,21 +25,21 @@ RankKey = tuple[str, int]
 """A save's key, and a rank."""
 
 _CROWDED: Final = 2
-"""So many hosts' replicas on one host, while another one holds none, are distributed again."""
+"""A host that holds at least this many hosts' replicas gives those of one host to a host that holds none."""
 
 
 @dataclass
 class Sent:
-    """What one stream has brought to its sidecar."""
+    """What was sent to a sidecar on one stream."""
 
     holder: restore_pb2.FetchHost | None = None
-    """None: nothing yet."""
+    """The last holder that was sent; None: none yet."""
     ordered_at: float = field(default=float("-inf"))
-    """When it last ordered to take ranks over, on the observer's clock."""
+    """When take-over orders were last sent, on the observer's clock."""
 
 
 class ReplicaHolders:
-    """All hosts that take part.
+    """Assigns the holders of all hosts' replicas, and decides take-overs.
 
     Args:
         attached: sidecars with an open stream.
@@ -54,9 +55,9 @@ class ReplicaHolders:
         self._assigned_for: dict[str, str] = {}
         """Failure domains by host, as they were when holders were assigned."""
         self._lost_since: dict[RankKey, float] = {}
-        """Ranks without their sidecar that another host could upload, and since when it is so."""
+        """Ranks without a live sidecar that another host could upload, and since when."""
         self._orders: dict[RankKey, SidecarPeer] = {}
-        """Ranks that are to be taken over, until their holder reports them as its own."""
+        """Ranks to be taken over, and by which sidecar, until it reports them as its own."""
         self._taken: set[RankKey] = set()
         """All ranks of undecided saves for which there was an order."""
 
@@ -72,14 +73,14 @@ class ReplicaHolders:
         self._decide()
 
     def is_taken_over(self, save: Save, rank: int) -> bool:
-        """Whether another host than the rank's own may upload it, too."""
+        """Whether a host other than the rank's own may upload it, too."""
         return (save.key, rank) in self._taken
 
     def response(self, peer: SidecarPeer, sent: Sent) -> bytes:
-        """What the sidecar is to know now, as part of an ``AttachResponse``; empty: it knows all.
+        """Holder and orders to be sent to the sidecar now, as part of an ``AttachResponse``; may be empty.
 
         Args:
-            sent: of its stream; updated.
+            sent: what its stream has sent; updated.
         """
         if not peer.failure_domain:
             return b""
@@ -108,7 +109,7 @@ class ReplicaHolders:
                 self._members[peer.host] = _Member(
                     peer.failure_domain, peer.copies.peer_address, peer.replica_host, now
                 )
-        # A stream that breaks for a moment changes no holder.
+        # A stream that is interrupted briefly changes no holder.
         self._members = {
             host: member
             for host, member in self._members.items()
@@ -117,13 +118,13 @@ class ReplicaHolders:
         reachable = {host: member for host, member in self._members.items() if member.address}
         domains = {host: member.domain for host, member in reachable.items()}
         if domains != self._assigned_for:
-            # What hosts report is what an earlier coordinator had assigned.
+            # Hosts report the holders that an earlier coordinator assigned.
             reported = {host: each.holder for host, each in reachable.items() if each.holder}
             self._assigned_for = domains
             self._holders = assign_holders(domains, {**reported, **self._holders})
 
     def _holder_of(self, peer: SidecarPeer, sent: Sent) -> restore_pb2.FetchHost | None:
-        """The holder of the host's replicas, without a name if there is none; None: not known yet."""
+        """The holder of the host's replicas, with an empty name if there is none; None: not known yet."""
         name = self._holders.get(peer.host, "")
         member = self._members.get(name)
         if member is not None:
@@ -172,22 +173,22 @@ class ReplicaHolders:
 
 @dataclass(frozen=True)
 class _Member:
-    """A host that takes part."""
+    """A host that takes part in the exchange of replicas."""
 
     domain: str
     address: str
     """Where peers reach it; empty: they can't."""
     holder: str
-    """Of its replicas, as it last reported; empty: none."""
+    """The holder of its replicas, as the host last reported it; empty: none."""
     seen: float
     """When it was last attached, on the observer's clock."""
 
 
 def assign_holders(domains: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
-    """Another host for each, of another failure domain; for none where all are of one domain.
+    """Assigns to each host a holder in another failure domain; to none where all are in one domain.
 
-    Each holds about as many as the others. A host keeps its holder while that is there, unless that one holds several
-    hosts' replicas, and another host could hold one and holds none.
+    All hold about the same number of hosts' replicas. A host keeps its holder while the holder is there,
+    unless the holder has several hosts' replicas, and another host could hold one and holds none.
 
     Args:
         domains: failure domain by host.
@@ -212,7 +213,7 @@ def assign_holders(domains: Mapping[str, str], before: Mapping[str, str]) -> dic
 
 
 def _least_used(hosts: Iterable[str], held: Mapping[str, int]) -> str | None:
-    """The first of those that hold the least."""
+    """The first of the hosts that hold the fewest hosts' replicas."""
     best = None
     for host in hosts:
         if best is None or held.get(host, 0) < held.get(best, 0):
@@ -225,7 +226,7 @@ def _least_used(hosts: Iterable[str], held: Mapping[str, int]) -> str | None:
 def _spread(
     holders: dict[str, str], held: "Counter[str]", domains: Mapping[str, str], ring: Sequence[str]
 ) -> None:
-    """Gives hosts that hold nothing what other hosts hold too much of."""
+    """Moves replicas from hosts that hold several hosts' to hosts that hold none."""
     for idle in ring:
         if held[idle]:
             continue

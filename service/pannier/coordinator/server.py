@@ -55,7 +55,7 @@ _THREADS: Final = 2
 _CONNECTION_CALLS: Final = 1024
 """Calls at a time on one connection, more than a sidecar forwards; others wait in the sidecar."""
 _WAITING: Final = 1 << 16
-"""Calls that have arrived but were not accepted: all ranks of a job hand their plans in at once."""
+"""Calls that have arrived but were not accepted yet: all ranks of a job send their plans at once."""
 _WAITING_OPTIONS: Final = (
     # Above the first limit, 1000 by default, gRPC refuses some calls, above the second all.
     "grpc.server.max_pending_requests",
@@ -65,7 +65,7 @@ _WAITING_OPTIONS: Final = (
 )
 _KEPT: Final = 64 << 20
 _LARGE: Final = 32 << 20
-"""Bytes; the C library's maximum."""
+"""Bytes above which glibc maps an allocation separately; glibc's maximum for this setting."""
 _GARBAGE: Final = 20_000
 """Objects made between two runs of the garbage collector, 700 by default."""
 
@@ -77,11 +77,11 @@ def run(config: CoordinatorConfig) -> int:
     """
     set_up_logging(config.log_format, daemon="coordinator", host=config.host)
     raise_descriptor_limit()
-    # Columns of a large job's plan take some MiB each: with pages of their own, clearing these would
-    # cost as much as what is done with them.
+    # Columns of a large job's plan take some MiB each: if each got fresh pages, the kernel's clearing of
+    # these would cost as much as the work on the columns.
     keep_freed_memory(kept=_KEPT, large=_LARGE, arenas=1)
-    # torch's modules stay for good: the collector needn't look at them while metadata is built. The
-    # coordinator's own objects hardly ever refer to each other in circles.
+    # torch's modules stay for good: the collector needn't visit them while metadata is built. The
+    # coordinator's own objects rarely form reference cycles.
     gc.freeze()
     gc.set_threshold(_GARBAGE)
     with tracing.exporting("pannier-coordinator", **{"host.name": config.host}):
@@ -124,7 +124,7 @@ async def serving(
     """Serves as long as the context lasts.
 
     Args:
-        leave: called when it has been idle for ``config.idle_exit_s``.
+        leave: called when the coordinator has been idle for ``config.idle_exit_s``.
     """
     status_registry = StatusRegistry()
     daemon_info = DaemonInfo(config.host, loads=LoadRegistry(sees_all=True))
@@ -234,8 +234,8 @@ async def await_idle(
 ) -> None:
     """Calls ``leave`` after ``after_s`` seconds without anything to finish or a connected trainer.
 
-    Before the first trainer connects, after at least ``timeouts.FIRST_TRAINER_S`` seconds. For a coordinator that a
-    client started.
+    Until the first trainer connects, it waits for at least ``timeouts.FIRST_TRAINER_S`` seconds. For a
+    coordinator that a client started.
     """
     busy = observer_clock.now()
     while True:

@@ -1,8 +1,7 @@
 """The ``Coordinator`` service: what sidecars call on behalf of their ranks.
 
-In: requests. Out: responses, once their save has reached the state that they wait for. Decides
-nothing itself: it fills :class:`Save` objects and waits for what their tasks make of them. Event loop
-only.
+In: requests. Out: responses, once their save has reached the state that they wait for. The service records
+requests in :class:`Save` objects and waits for their tasks, which decide everything. Event loop only.
 """
 
 import asyncio
@@ -84,7 +83,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         Raises:
             SaveAbortedError: the save is aborted, whichever rank has failed.
             InvalidRequestError: this call can't be part of any save.
-            VersionMismatchError: its sidecar could not attach.
+            VersionMismatchError: the sidecar has another wire version.
         """
         request = call.take()
         check_version(request.wire_version, request.context.host)
@@ -183,8 +182,6 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         async for response in self._streams.serve(request_iterator):
             yield response
 
-    # Inside.
-
     async def _keep_in_step(self, request: sidecar_pb2.PlanRequest) -> None:
         """Raises SaveAbortedError with the save that a rank behind its group belongs to."""
         context = request.context
@@ -234,7 +231,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         return plan
 
     async def _wait_planned(self, save: Save, rank: int) -> None:
-        """See :meth:`Save.wait_planned`. A rank whose call breaks off soon counts as lost."""
+        """See :meth:`Save.wait_planned`. A rank whose call is cut off fails unless it soon calls again."""
         caller = (save.key, rank)
         self._callers[caller] += 1
         broken = True
@@ -252,14 +249,15 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     def _fail_broken_call(self, save: Save, rank: int) -> None:
         state = save.ranks[rank]
         if save.written and state.host not in {each.host for each in self._streams.attached()}:
-            # The sidecar is disconnected, too: it may have gone to another coordinator, which has
-            # adopted this plan. Storage shows that, or the deadline passes.
+            # The sidecar is disconnected, too: it may be attached to another coordinator, which has
+            # resumed this save. Storage shows that, or the deadline passes.
             return
         unplanned = not has_reached(state.phase, save_pb2.RANK_PHASE_PLANNED)
         if unplanned and not self._callers[(save.key, rank)] and not save.deciding:
             save.fail(
                 save_pb2.FAILURE_KIND_LOST,
-                "the process is gone: its call of Plan broke off while the save was planned",
+                "the rank's Plan call was cut off and not repeated within "
+                f"{timeouts.CALL_RETURN_S:g} s: did its trainer die?",
                 rank,
                 timed_out=True,
             )
@@ -301,6 +299,11 @@ def add_to_server(service: CoordinatorService, server: grpc.aio.Server) -> None:
 def _shared_error(
     error: DisagreementError, registry: Registry, context: sidecar_pb2.SaveContext
 ) -> PannierError:
-    """The error that every rank gets whose save a disagreement has failed."""
+    """The error of the save that the disagreement has failed: every rank of the save gets it.
+
+    A save that has ended otherwise doesn't fail any more: the caller alone gets the disagreement.
+    """
     save = registry.find(context.save)
-    return error if save is None else save.error()
+    if save is not None and save.failing:
+        return save.error()
+    return InvalidRequestError(str(error), error.failures.values())

@@ -3,9 +3,9 @@
 A sidecar gets the status of the saves whose ranks it has reported: at once when the state or the
 failures change, else once a second. The same goes for saves that it watches for its clients, except that
 an unknown one is resumed from storage only if a client has handed its rank over. For any other unknown
-save nothing is sent: its client still reports it itself, and that a save is unknown never means that it
-has ended. A sidecar that has other hosts' ranks, as replicas, gets their saves' status, too; one of which it
-has all of a rank is resumed. Event loop only.
+save nothing is sent: its client still reports it itself, and an unknown save has not necessarily ended. A
+sidecar that has replicas of other hosts' ranks gets the status of their saves, too; a save is resumed if the
+sidecar has all files of one of its ranks. Event loop only.
 """
 
 import asyncio
@@ -42,16 +42,16 @@ from pannier.wire.version import WIRE_VERSION, package_version
 _log = logging.getLogger(__name__)
 
 _STREAMS: Final = 128
-"""With more sidecars each gets it less often, so that a long save costs no more per second."""
+"""With more sidecars, each gets the status less often, so that a long save costs no more per second."""
 _RENDERED_KEPT: Final = 64
 _COPIES_KEPT: Final = 64
-"""Of one sidecar; it keeps the newest of each group of ranks."""
+"""Local copies recorded of one sidecar, which keeps the newest of each group of ranks."""
 _REPLICAS_KEPT: Final = 4096
 """Ranks of other hosts that one sidecar has."""
 
 Requests = AsyncIterator[coordinator_pb2.AttachRequest]
 Summary = tuple[object, ...]
-"""What is sent at once when it changes; () for nothing yet."""
+"""The parts of a status that are sent at once when they change; () before the first status."""
 
 
 class _Stream:
@@ -62,7 +62,7 @@ class _Stream:
         self.last_sent: dict[str, Summary] = {}
         """By key of a save."""
         self.sent_at: dict[str, float] = {}
-        """When that was, on the monotonic clock."""
+        """When its status was last sent, on the monotonic clock."""
         self.pending: dict[str, Save] = {}
         """Saves whose status is to be sent, by key."""
         self.replicas_sent = Sent()
@@ -85,7 +85,7 @@ class SidecarStreams:
         self.replica_holders = ReplicaHolders(registry, self._peers.attached)
         self._streams: set[_Stream] = set()
         self._summaries: dict[str, Summary] = {}
-        """By key of a save: as all streams have got it."""
+        """By key of a save: the last one that was passed on to all streams."""
         self._rendered: dict[str, tuple[float, Summary, bytes]] = {}
         self.trainer_seen: float | None = None
         """When a sidecar last reported a connected trainer, on the observer's clock; None: never."""
@@ -191,7 +191,7 @@ class SidecarStreams:
             save.progress()
             last, summary = stream.last_sent[save.key], _summary(save)
             if not last and _is_new(save):
-                # The sidecar knows all of this; the ranks that are missing follow in a second.
+                # The sidecar knows all that the summary has; the missing ranks follow in a second.
                 stream.last_sent[save.key], stream.sent_at[save.key] = summary, time.monotonic()
             elif last != summary:
                 stream.add(save)
@@ -206,7 +206,7 @@ class SidecarStreams:
     def _apply_replicas(
         self, stream: _Stream, replicas: Iterable[coordinator_pb2.HeldReplica]
     ) -> None:
-        """Records of which ranks of other hosts the sidecar has all files, as of now."""
+        """Records the ranks of other hosts of which the sidecar has all files now."""
         held, peer = set(), stream.peer
         for each in replicas if peer.failure_domain else ():
             context = each.context
@@ -220,7 +220,7 @@ class SidecarStreams:
                 stream.add(save)
             if each.complete and not (save.ended or save.failing):
                 if not save.ranks[context.rank].has_live_sidecar:
-                    # It was planned: no rank is sent to another host before.
+                    # The save was planned: no rank is sent to another host before that.
                     save.resume()
                 if save.attempt is not None and save.attempt.name == each.attempt:
                     held.add((save.key, context.rank))
@@ -263,7 +263,7 @@ class SidecarStreams:
         if save.ended:
             return
         if self.replica_holders.is_taken_over(save, rank) and _owner_elsewhere(state, peer):
-            # Its host came back, and both upload it: one of them reports.
+            # The rank's host came back, and both hosts upload it: only the current owner's reports count.
             return
         check_owner(save, rank, peer)
         if report.HasField("receipt") and report.receipt.rank != rank:
@@ -277,7 +277,7 @@ class SidecarStreams:
         save.deadlines.report(rank, *_deadlines(report))
         peer.replica_host = status.replica_host or peer.replica_host
         if report.HasField("claim"):
-            # It is repeated until it is confirmed, also while the save is being aborted.
+            # The claim is repeated until it is confirmed, also while the save is being aborted.
             if not (report.HasField("failure") or save.failing):
                 self._admit_claim(save, report)
         elif report.attempt:
@@ -336,7 +336,7 @@ class SidecarStreams:
     def _on_change(self, save: Save) -> None:
         summary = _summary(save)
         if self._summaries.get(save.key) == summary:
-            # A stream that entered the save since then gets its status from there.
+            # A stream that entered the save since then gets the status as it enters.
             return
         self._summaries[save.key] = summary
         while len(self._summaries) > _RENDERED_KEPT:
@@ -364,7 +364,7 @@ class SidecarStreams:
         for save in pending:
             stream.last_sent[save.key] = _summary(save)
             stream.sent_at[save.key] = time.monotonic()
-        # Responses that are serialised one after another merge into one.
+        # Concatenated serialised responses parse as one merged response.
         parts = [self._render(save) for save in pending]
         parts.append(self.replica_holders.response(stream.peer, stream.replicas_sent))
         return b"".join(parts) or None
@@ -388,7 +388,7 @@ class SidecarStreams:
 
 
 def _summary(save: Save) -> Summary:
-    # That uploads have begun is for status only; the sidecars know it before.
+    # UPLOADING is for status only: the sidecars know of it before the coordinator.
     state = State.INGESTED if save.state is State.UPLOADING else save.state
     return (
         *(state, len(save.outcome.failures), save.attempt is not None, bool(save.storage_wait)),
@@ -397,7 +397,7 @@ def _summary(save: Save) -> Summary:
 
 
 def _is_new(save: Save) -> bool:
-    """Whether it is being planned, and a status would show nothing else."""
+    """Whether the save is being planned, and its status would show nothing else."""
     shown = save.storage_wait or save.note or save.records.plan_id or save.plans.full_requested
     return save.state is State.PLANNING and not save.outcome.failures and not shown
 

@@ -88,7 +88,7 @@ class Stores:
         return open_store(checkpoint_id, storage_options=self._options)
 
     def open_root(self, root: str) -> Store:
-        """The store of a root, or of a checkpoint below it, that passed :meth:`check`; the caller closes it."""
+        """The store of a root or a checkpoint below it that passed :meth:`check`; the caller closes it."""
         return open_store(root, storage_options=self._options)
 
     async def attempt(self, context: sidecar_pb2.SaveContext) -> object_names.Attempt:
@@ -131,7 +131,8 @@ class Stores:
         """Probes the root at its first use.
 
         Raises:
-            InvalidRequestError, ConfigurationError: it is not below an allowed root, where nothing is written.
+            InvalidRequestError, ConfigurationError: it is not below an allowed root; nothing is written
+                there.
             StorageError: with the provider's message.
         """
         # A resumed save may have been planned by an earlier process, whose roots were others.

@@ -10,8 +10,8 @@ In: a checkpoint id's store. Out: all objects of its decided attempts are remove
 
 Retention keeps checkpoints that are being read, and so reads the leases again between 1 and 2. A reader
 writes its lease first and then looks for marks, so that one of the two sees the other in any order: the
-reader fails, or the marks are taken back. So they are when 2 fails. A run that finds another run's mark replaces
-it: from then on neither takes it back, since both rely on it.
+reader fails, or the marks are taken back. They are also taken back when 2 fails. A run that finds another
+run's mark replaces it: from then on neither takes it back, since both rely on it.
 
 A process that dies halfway leaves marks; run it again to finish. Async.
 """
@@ -78,7 +78,7 @@ class RemovalPlan:
         ]
 
     def _is_removed(self, attempt: str) -> bool:
-        """As :func:`pannier.attempts.metadata_swap.is_removed`; what has its manifest has all that it needs."""
+        """As :func:`pannier.attempts.metadata_swap.is_removed`; a manifest shows that nothing is missing."""
         mark, manifest = object_names.removal_mark(attempt), object_names.manifest(attempt)
         return bool(self.seen.find(attempt, mark)) or not self.seen.find(attempt, manifest)
 
@@ -154,9 +154,12 @@ async def remove_metadata(
 
     Args:
         host: recorded in the marks.
-        spare_at: of retention: the store's time; while a lease is valid then, nothing is removed.
+        spare_at: for retention: the store's time; nothing is removed if a lease is valid then.
 
-    Raises, with ``spare_at`` after taking back the marks that it alone wrote, if ``.metadata`` still stands:
+    With ``spare_at``, the marks that this call alone has written are taken back before it raises, if
+    ``.metadata`` is still there.
+
+    Raises:
         InUseError: a reader has a lease.
         SaveAbortedError: a newer save was committed there meanwhile, and isn't removed.
         StorageError: a step failed.
@@ -169,8 +172,7 @@ async def remove_metadata(
             point("sweep.removal.after")
         if spare_at is not None and (readers := _valid(await find_leases(store), spare_at)):
             raise InUseError(f"it is being read by {name_readers(readers)}")
-        if plan.seen.metadata is not None:
-            await _delete_metadata(store, plan.seen.metadata)
+        await _delete_metadata(store, plan)
     except BaseException:
         if spare_at is not None and plan.seen.metadata is not None:
             what = f"{store.url}: removal marks could not be taken back"
@@ -179,7 +181,7 @@ async def remove_metadata(
 
 
 async def remove_files(store: Store, plan: RemovalPlan) -> RemovedObjects:
-    """Steps 3 and 4: removes what is left without ``.metadata``; returns all that is removed by then.
+    """Steps 3 and 4: removes what is left after ``.metadata``; returns all removed objects, of step 2, too.
 
     Raises:
         StorageError: a step failed: run it again.
@@ -210,8 +212,8 @@ def remove_directory(checkpoint_id: str) -> None:
 async def remove_numbering(parent: Store, attempt: str) -> None:
     """Removes the numbers of incarnations from a directory that has nothing else.
 
-    For one above a checkpoint that a pattern matched: else it would be listed for ever. A number above that of
-    the removed ``attempt`` belongs to a save that has just begun: then all stay.
+    For a directory above a checkpoint that a pattern matched, which would otherwise be listed for ever. A
+    number above that of the removed ``attempt`` belongs to a save that has just begun: then all stay.
     """
     last = object_names.Attempt.parse(attempt).incarnation_number
     listed = await parent.list()
@@ -226,8 +228,8 @@ async def remove_numbering(parent: Store, attempt: str) -> None:
 async def _discard(store: Store, attempts: Collection[str]) -> None:
     """Removes unfinished uploads, temporary files and locks, except of checkpoints in subdirectories.
 
-    Those of other attempts stay: a save may have begun since the plan. What names no attempt could be theirs, too,
-    and beside the data files another program's.
+    Items of other attempts stay: a save may have begun since the plan. An item that names no attempt could be
+    such an attempt's, too, or, beside the data files, another program's.
 
     Args:
         attempts: those that were removed.
@@ -244,7 +246,8 @@ async def _discard(store: Store, attempts: Collection[str]) -> None:
     ]
     if not unfinished:
         return
-    # After them: a save that began one of them has its manifest by now, or uploads by its own names.
+    # Listed after the items: a save that began one of them has its manifest by now, or the item's name has
+    # its attempt.
     listed = [*await store.list(records), *await store.list("__")]
     alone = {object_names.attempt_of(info.key) for info in listed} <= {"", *attempts}
     for item in unfinished:
@@ -262,17 +265,17 @@ class _Marks:
 
     @property
     def own(self) -> bytes:
-        """Content of those that it alone wrote."""
+        """Content of marks that this process alone has written."""
         return json.dumps(self._fields).encode()
 
     @property
     def shared(self) -> bytes:
-        """Content of those that replaced another process's, which may rely on them."""
+        """Content of marks that replaced another process's, which may rely on them."""
         return json.dumps({**self._fields, "shared": True}).encode()
 
 
 async def _write_mark(store: Store, key: str, marks: _Marks) -> None:
-    """Creates a mark, unless there is one that no other process takes back."""
+    """Creates a mark, or replaces one that another process might take back."""
     async for _ in contend(_RACES):
         try:
             await store.create(key, marks.own)
@@ -303,34 +306,51 @@ async def _take_back(
     """Removes the marks that only this process has written, unless ``metadata`` is gone."""
     if not await _stands(store, metadata):
         return
+    taken = []
     for attempt in attempts:
         key = object_names.removal_mark(attempt)
         info = await store.stat(key)
         with suppress(NotFoundError):
             if info is not None and await store.read(key) == marks.own:
                 await store.delete(key, generation=info.generation)
+                taken.append(key)
+    if taken and not await _stands(store, metadata):
+        # A request to delete it, whose answer was not awaited, has taken effect since.
+        for key in taken:
+            await _write_mark(store, key, marks)
 
 
 async def _stands(store: Store, metadata: ObjectInfo) -> bool:
-    """Whether ``.metadata`` is still this one."""
+    """Whether ``.metadata`` still has this generation."""
     info = await store.stat(object_names.METADATA)
     return info is not None and info.generation == metadata.generation
 
 
-async def _delete_metadata(store: Store, metadata: ObjectInfo) -> None:
-    point("sweep.metadata.before")
-    try:
-        await store.delete(object_names.METADATA, generation=metadata.generation)
-    except StorageError:
-        # Unless only the answer was lost.
-        if await _stands(store, metadata):
-            raise
-    point("sweep.metadata.after")
-    if await store.stat(object_names.METADATA) is not None:
-        raise SaveAbortedError(
-            f"another save was committed to {store.url} meanwhile and is kept; the attempts that "
-            "it superseded are removed later; run the command again to remove it, too"
-        )
+async def _delete_metadata(store: Store, plan: RemovalPlan) -> None:
+    """Removes the ``.metadata`` of the plan, and one that another commit of the plan has installed since."""
+    commits = {attempt: plan.seen.decisions.known[attempt] for attempt in plan.commits}
+    info = plan.seen.metadata
+    async for _ in contend(_RACES):
+        if info is not None:
+            point("sweep.metadata.before")
+            try:
+                await store.delete(object_names.METADATA, generation=info.generation)
+            except StorageError:
+                # If only the answer was lost, it is removed.
+                if await _stands(store, info):
+                    raise
+            point("sweep.metadata.after")
+        info, checksum = await stat_metadata(store)
+        if info is None:
+            return
+        if match(commits, info.size, checksum) is None:
+            raise SaveAbortedError(
+                f"another save was committed to {store.url} meanwhile and is kept; the attempts that "
+                "it superseded are removed later; run the command again to remove it, too"
+            )
+    raise StorageError(
+        f"{store.url}/{object_names.METADATA} changed {_RACES} times while it was removed"
+    )
 
 
 def _valid(leases: Iterable[Lease], now: float) -> list[Lease]:

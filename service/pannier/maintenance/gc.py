@@ -40,9 +40,10 @@ class Rules:
     """Ages by the store's clock, in seconds."""
 
     grace_s: float = GRACE_S
-    """Of superseded attempts, since their mark."""
+    """Age of a superseded attempt's mark at which the attempt is removed."""
     abandoned_after_s: float = ABANDONED_AFTER_S
-    """Of unfinished attempts, uploads and temporary files, and of aborted attempts' decisions."""
+    """Time without a write after which unfinished attempts, uploads and temporary files are removed, and so
+    are aborted attempts' decisions."""
 
 
 class Reason(enum.Enum):
@@ -133,7 +134,7 @@ async def _sweep(
 ) -> None:
     seen = await view(store)
     if seen.foreign:
-        # Another writer's, or a copy: it may need any file there.
+        # The checkpoint is another writer's, or a copy: it may need any file there.
         report.kept.append(Kept("", "its .metadata was not committed by Pannier"))
         return
     needed = await find_needed(store)
@@ -187,13 +188,14 @@ class _Sweeper:
             await self._sweep_undecided(attempt)
         elif decision.outcome == records_pb2.OUTCOME_ABORT:
             await self._sweep_aborted(attempt)
-        elif marked:
+        elif marked or await self.store.stat(object_names.manifest(attempt)) is None:
+            # Without its manifest the COMMIT can't be carried out: it is the last that a removal has left.
             await self._remove(attempt, self.seen.attempts[attempt], Reason.REMOVED)
         else:
             self._keep(attempt, "its commit is decided, but not finished: run `pannier recover`")
 
     async def _sweep_aborted(self, attempt: str) -> None:
-        """Removes its objects and, once that is the only one left and old, its decision.
+        """Removes the attempt's objects and, once only its decision is left and is old, the decision.
 
         The decision prevents a late COMMIT. It isn't needed for that once the other objects are
         removed: a coordinator that was stopped before its decision then finds neither manifest nor
@@ -318,7 +320,7 @@ async def sweep_unfinished(
 
 
 def _is_own(key: str) -> bool:
-    """Whether Pannier began it: other programs may keep their uploads pending for longer than any save takes."""
+    """Whether Pannier began the upload: other programs' may be pending for longer than any save takes."""
     return bool(object_names.attempt_of(posixpath.basename(key))) or any(
         part.startswith(_PRIVATE) for part in key.split("/")
     )

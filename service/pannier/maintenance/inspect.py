@@ -75,7 +75,7 @@ async def view(store: Store, *, data: bool = True) -> View:
         IntegrityError: a damaged record makes the attempt of ``.metadata`` unknown.
     """
     found = View()
-    # Before the listing: an attempt that commits meanwhile has stored its decision before.
+    # Before the listing, which then has the decision of the attempt of ``.metadata``: it was stored earlier.
     metadata, checksum = await stat_metadata(store)
     prefixes = [object_names.attempts_prefix()]
     if data:

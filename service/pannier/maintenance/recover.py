@@ -8,6 +8,7 @@ import asyncio
 import enum
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from pannier.attempts.commit import SupersededError, carry_out, check_commit, prepare_commit
 from pannier.attempts.decisions import (
@@ -33,7 +34,12 @@ from pannier.maintenance.inspect import by_checkpoint
 from pannier.storage import NotFoundError, ObjectInfo, Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import ConfigurationError, IntegrityError, PannierError
+from pannier.wire.errors import (
+    ConfigurationError,
+    IntegrityError,
+    InvalidRequestError,
+    PannierError,
+)
 from pannier.wire.failures import ranks_text
 
 Build = Callable[[bytes, Sequence[records_pb2.Receipt]], Awaitable[bytes]]
@@ -41,6 +47,9 @@ Build = Callable[[bytes, Sequence[records_pb2.Receipt]], Awaitable[bytes]]
 
 Raises IntegrityError when they contradict each other, ConfigurationError when torch is missing.
 """
+
+_DAMAGED: Final = (IntegrityError, InvalidRequestError)
+"""What the records of one attempt cause: they are damaged, or name what can't be a name."""
 
 
 class Found(enum.Enum):
@@ -129,7 +138,7 @@ async def find_interrupted(
     for name in sorted(unclear, key=object_names.Attempt.parse):
         try:
             interrupted = await diagnose_attempt(store, name, unclear[name], decisions, standing)
-        except IntegrityError as error:
+        except _DAMAGED as error:
             interrupted = Interrupted(name, Found.DAMAGED, problem=str(error))
         if interrupted is not None:
             found.append(interrupted)
@@ -145,7 +154,7 @@ def _finished(
         keys = {info.key: info for info in items}
         if object_names.decision(attempt) not in keys:
             continue
-        # An attempt has no more than its decision after an abort, and at the end of its removal.
+        # After an abort, and at the end of a removal, only the decision is left of an attempt.
         over = len(items) == 1 or object_names.superseded_mark(attempt) in keys
         candidate = keys.get(object_names.metadata_candidate(attempt))
         stands = (
@@ -215,7 +224,7 @@ async def diagnose_attempt(
     manifest = await read_manifest(store, attempt, ManifestRecord)
     if manifest is None:
         return Interrupted(attempt, Found.UNDECIDED, planned=False, modified=modified)
-    # The ranks that are missing here may be aborted.
+    # By name, without a listing: the attempt may be aborted for ranks that are missing here.
     receipts = await find_receipts(store, attempt, manifest.ranks, unlisted=True)
     there = {receipt.rank for receipt in receipts}
     missing = tuple(rank for rank in manifest.ranks if rank not in there)
@@ -273,7 +282,7 @@ async def finish_attempt(
         await carry_out(store, decision)
     except (RemovedError, OccupiedError) as error:
         return Outcome(interrupted, End.REMOVED, str(error))
-    except (IntegrityError, ConfigurationError, NotFoundError) as error:
+    except (*_DAMAGED, ConfigurationError, NotFoundError) as error:
         # A required record is missing: the attempt is being removed, or damaged.
         return Outcome(interrupted, End.UNDECIDED, str(error))
     return _ended(interrupted, decision)
@@ -298,7 +307,7 @@ async def predict_outcome(store: Store, interrupted: Interrupted, *, abort: bool
             return Outcome(interrupted, End.ABORTED, str(error))
         if isinstance(error, (RemovedError, OccupiedError)):
             return Outcome(interrupted, End.REMOVED, str(error))
-        if isinstance(error, (IntegrityError, NotFoundError)):
+        if isinstance(error, (*_DAMAGED, NotFoundError)):
             return Outcome(interrupted, End.UNDECIDED, str(error))
         raise
     return Outcome(interrupted, End.COMMITTED)
@@ -307,7 +316,7 @@ async def predict_outcome(store: Store, interrupted: Interrupted, *, abort: bool
 def _forbids_commit(error: PannierError, abort: bool) -> bool:
     """Whether an attempt with all receipts is aborted for this error of its commit."""
     return isinstance(error, (SupersededError, OccupiedError, ExtraFilesError)) or (
-        abort and isinstance(error, IntegrityError)
+        abort and isinstance(error, _DAMAGED)
     )
 
 
@@ -378,7 +387,7 @@ async def decide_abort(
 
 
 async def _read_candidate(store: Store, interrupted: Interrupted) -> bytes | None:
-    """The ``.metadata`` of a coordinator that had checked the receipts, if it got that far.
+    """The candidate of ``.metadata``, if a coordinator stored one after it had checked the receipts.
 
     Raises IntegrityError when it doesn't fit them.
     """

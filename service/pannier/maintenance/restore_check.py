@@ -25,12 +25,14 @@ class Holder:
     """A host whose spool has data files of a checkpoint."""
 
     host: str
-    """``this host`` for the own one."""
+    """``this host`` for a sidecar's own host."""
     files: int
     size: int
     """Bytes."""
     problem: str = ""
     """Why other hosts can't read there, human-readable; empty: they can."""
+    replicas: bool = False
+    """Whether some of these files may be replicas of another host's."""
 
 
 Holders = Callable[[str], Sequence[Holder]]
@@ -78,12 +80,21 @@ def _newest(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 
 
 def _places(files: int, holders: Sequence[Holder]) -> str:
-    """``6 in the spool of node-1, 12 in storage alone``."""
+    """``6 in the spool of node-1, 12 in storage alone``.
+
+    Holders report how many files they have, not which: with replicas the rest lies between two numbers.
+    """
     held = [
         f"{each.files} ({size_text(each.size)}) in the spool of {each.host}"
         + (f", {each.problem}" if each.problem else "")
         for each in holders
         if each.files
     ]
-    rest = max(0, files - sum(each.files for each in holders))
-    return "; ".join([*held, f"{rest} in storage alone" if held else "all in storage alone"])
+    if not held:
+        return "all in storage alone"
+    counts = [each.files for each in holders]
+    least, most = max(0, files - sum(counts)), max(0, files - max(counts))
+    rest = f"{least} in storage alone"
+    if least < most and any(each.replicas for each in holders):
+        rest = f"{least} to {most} in storage alone, as several hosts may have the same replicas"
+    return "; ".join([*held, rest])

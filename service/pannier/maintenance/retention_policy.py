@@ -1,7 +1,8 @@
 """Which checkpoints of a job are kept: rules and checkpoints in, the reasons to keep each out. Pure.
 
-The policy is about the checkpoints that its pattern matches. The newest step is always kept, so that the job can
-resume; so are checkpoints whose name has no step, which a person chose. Without a limiting rule, all are kept.
+The policy applies to the checkpoints that its pattern matches. The newest step is always kept, so that the
+job can resume; so are checkpoints whose name has no step, since a person chose it. Without a limiting rule,
+all are kept.
 """
 
 import fnmatch
@@ -47,8 +48,8 @@ class Policy:
     """The rules; a checkpoint that none keeps may be removed. Raises ConfigurationError."""
 
     newest: int | None = None
-    """Number of newest steps to keep, in the order of their saves; checkpoints whose names have the same numbers (a
-    model's, its optimizer's) are of one step, those without numbers of none."""
+    """Number of newest steps to keep, in the order of their saves; checkpoints whose names have the same
+    numbers (a model's, its optimizer's) are of one step, those without numbers of none."""
     every: int | None = None
     """Keeps steps that are multiples of this: :meth:`~pannier.common.locations.Pattern.step`."""
     best: tuple[Best, ...] = ()
@@ -81,6 +82,9 @@ def apply_policy(
 ) -> list[PolicyResult]:
     """A result for each committed checkpoint of the job that the pattern matches, oldest first.
 
+    Those whose removal has begun come before the others; no rule keeps or counts them, since they can't be
+    loaded any more.
+
     Args:
         committed: the attempt whose commit triggers the run. Saves may be committed in another order
             than they began: neither it nor a newer one is removed before a later commit.
@@ -89,15 +93,11 @@ def apply_policy(
     are never touched.
     """
     own = sorted(
-        (
-            each
-            for each in checkpoints
-            if each.state is CheckpointState.COMMITTED
-            and each.job == job
-            and policy.pattern.matches(each.name)
-        ),
+        (each for each in checkpoints if each.job == job and policy.pattern.matches(each.name)),
         key=lambda each: each.order,
     )
+    removing = [each for each in own if each.state is CheckpointState.REMOVING]
+    own = [each for each in own if each.state is CheckpointState.COMMITTED]
     if not policy.limits:
         return [PolicyResult(each, ("no rule limits them",)) for each in own]
     best = {rule: _best(rule, own) for rule in policy.best}
@@ -121,20 +121,20 @@ def apply_policy(
             reasons.append(f"every {policy.every}")
         reasons += [f"best {rule}" for rule, names in best.items() if checkpoint.name in names]
         results.append(PolicyResult(checkpoint, tuple(reasons)))
-    return results[::-1]
+    return [*(PolicyResult(each, ()) for each in removing), *results[::-1]]
 
 
 def _occasion(own: Sequence[Checkpoint], committed: str) -> tuple[bool, tuple[float | str, ...]]:
-    """Begin of :attr:`Checkpoint.order` of the attempt whose commit triggers the run."""
+    """The first parts of :attr:`Checkpoint.order` of the attempt whose commit triggers the run."""
     attempt = object_names.Attempt.parse(committed)
-    # It may have been overwritten a moment ago.
+    # The attempt's checkpoint may have been overwritten a moment ago.
     known = [each.began for each in own if each.attempt == committed] or [
         each.began
         for each in own
         if each.attempt
         and object_names.Attempt.parse(each.attempt).incarnation == attempt.incarnation
     ]
-    # Where its incarnation has nothing else below the root, nothing is removed this time.
+    # Where the attempt's incarnation has nothing else below the root, nothing is removed this time.
     unknown = 0.0 if any(each.began is not None for each in own) else None
     return True, object_names.order_key(attempt, known[0] if known else unknown)
 

@@ -1,10 +1,10 @@
 """Applies a retention policy to one root: ``pannier retain``, and the coordinator after each commit.
 
 In: how to open stores, the policy, a job. Out: what was removed, what is kept and why. A checkpoint that is
-being read (a valid lease) or written (an attempt that is undecided, or committed but not yet installed) is kept
-until the next run. The result is recorded beside the checkpoints before the first removal, for ``pannier ls`` and
-for late readers. Async; after a crash, a cancellation or an error, the next run removes the rest of a checkpoint
-whose ``.metadata`` is gone.
+being read (a valid lease) or written (an attempt that is undecided, or committed but not yet installed) is
+kept until the next run. The result is recorded beside the checkpoints before the first removal, for
+``pannier ls`` and for late readers. Async; after a crash, a cancellation or an error, the next run removes
+the rest of a checkpoint whose ``.metadata`` was removed.
 """
 
 import json
@@ -12,7 +12,7 @@ import logging
 import posixpath
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pannier.attempts.leases import store_time
@@ -28,7 +28,7 @@ from pannier.maintenance.delete_checkpoint import (
     remove_numbering,
 )
 from pannier.maintenance.retention_policy import Policy, apply_policy
-from pannier.storage import ConflictError, NotFoundError, Store
+from pannier.storage import ConflictError, NotFoundError, StorageError, Store
 from pannier.wire import object_names
 from pannier.wire.errors import PannierError
 
@@ -51,6 +51,8 @@ class Outcome:
     """Bytes; 0 where some could not be removed yet."""
     spared: bool = False
     """No rule keeps it, but it can't be removed now."""
+    error: StorageError | None = field(default=None, compare=False)
+    """Why it, or some of its files, could not be removed."""
 
     @property
     def why(self) -> str:
@@ -68,7 +70,7 @@ async def retain(
     committed: str | None = None,
     dry_run: bool = False,
 ) -> list[Outcome]:
-    """Removes the checkpoints of a job below ``root`` that the policy is about and doesn't keep.
+    """Removes the checkpoints of a job below ``root`` that the policy applies to and doesn't keep.
 
     Args:
         open_store: opens a checkpoint id or root; each store is closed here.
@@ -125,7 +127,7 @@ class _Removal:
         try:
             plan = await plan_removal(store)
         except PannierError as error:
-            return self._spared(f"it could not be removed: {error}")
+            return self._failed(error)
         finally:
             await store.close()
         standing = plan.seen.standing
@@ -169,19 +171,22 @@ class _Removal:
         try:
             if self.plan.seen.metadata is not None:
                 await remove_metadata(store, self.plan, host=host, spare_at=self.now)
-            removed = await self._remove_files(store, self.plan)
+            outcome = await self._remove_files(store, self.plan)
         except InUseError as error:
             return self._spared(str(error))
         except PannierError as error:
-            return self._spared(f"it could not be removed: {error}")
+            return self._failed(error)
         finally:
             await store.close()
         remove_directory(self._url)
         await self._remove_parent()
-        return Outcome(self.checkpoint, (), removed)
+        return outcome
 
-    async def _remove_files(self, store: Store, plan: RemovalPlan) -> int:
-        """Returns the bytes that were removed, 0 where some are left: without ``.metadata`` it is no checkpoint."""
+    async def _remove_files(self, store: Store, plan: RemovalPlan) -> Outcome:
+        """Step 3 and 4 of a removal; an error is logged.
+
+        Without ``.metadata`` the checkpoint is removed in any case; the next run removes the rest.
+        """
         try:
             removed = await remove_files(store, plan)
         except PannierError as error:
@@ -191,8 +196,8 @@ class _Removal:
                 store.url,
                 error,
             )
-            return 0
-        return sum(info.size for info in removed.objects)
+            return Outcome(self.checkpoint, (), error=_as_refusal(error))
+        return Outcome(self.checkpoint, (), sum(info.size for info in removed.objects))
 
     async def _remove_parent(self) -> None:
         """Removes the directories between the root and the checkpoint that have nothing else."""
@@ -218,11 +223,19 @@ class _Removal:
     def _spared(self, why: str) -> Outcome:
         return Outcome(self.checkpoint, (why,), spared=True)
 
+    def _failed(self, error: PannierError) -> Outcome:
+        why = f"it could not be removed: {error}"
+        return Outcome(self.checkpoint, (why,), spared=True, error=_as_refusal(error))
+
+
+def _as_refusal(error: PannierError) -> StorageError | None:
+    return error if isinstance(error, StorageError) else None
+
 
 async def _find_unfinished(
     open_store: Opener, root: str, checkpoints: Iterable[Checkpoint], job: str
 ) -> list[_Removal]:
-    """The removals that were interrupted when ``.metadata`` was gone: their data files may be left."""
+    """Removals that were interrupted after ``.metadata`` was removed: their data files may be left."""
     found = []
     for checkpoint in checkpoints:
         if checkpoint.state is CheckpointState.UNDECIDED:

@@ -34,7 +34,7 @@ class Swept:
     failed: dict[str, StorageError] = field(default_factory=dict)
     """By attempt: why storage didn't remove all of it."""
     due_s: float | None = None
-    """Seconds until the next one may be removed; None: all are removed."""
+    """Seconds until the next attempt may be removed; None: none has to wait."""
 
     def wait(self, seconds: float) -> None:
         """Records that an attempt is kept for at least ``seconds``."""
@@ -60,7 +60,7 @@ async def sweep_checkpoint(store: Store, *, grace_s: float) -> Swept:
 async def sweep_superseded(
     store: Store, seen: View, *, grace_s: float, now: float, dry_run: bool = False
 ) -> Swept:
-    """As :func:`sweep_checkpoint`, of a view; goes on after an attempt that can't be removed.
+    """As :func:`sweep_checkpoint`, for a view; continues after an attempt that can't be removed.
 
     Args:
         now: the store's time.
@@ -78,7 +78,7 @@ async def sweep_superseded(
             marked = mark or await _mark(store, seen, attempt)
             commit = seen.decisions.known[attempt]
             if mark is None and commit.extra_files:
-                # The newer commit has removed their copies, unless its process died just then.
+                # The newer commit has removed the copies of extra files, unless its process died just then.
                 await settle_copies(store, [commit])
             left = grace_s - max(0.0, now - marked.modified)
         if left > 0:
@@ -88,8 +88,8 @@ async def sweep_superseded(
             due.append(attempt)
     if not due:
         return swept
-    # Read after .metadata: a reader reads .metadata again after it has written its lease, so that a
-    # later lease names the newer attempt.
+    # The leases are read after .metadata: a reader reads .metadata again after it has written its lease, so
+    # that a later lease names the newer attempt.
     valid = {lease.attempt: lease for lease in await find_leases(store) if lease.expires > now}
     needed = await find_needed(store)
     for attempt in due:

@@ -78,7 +78,7 @@ async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verif
         raise SaveAbortedError(
             f"{store.url} can't be compared with anything: {why}; was it written by Pannier?"
         )
-    # Damaged metadata matches no decision: compared with the newest commit.
+    # Damaged metadata matches no decision: it is compared with the newest commit.
     committed = committed or commits[max(commits, key=object_names.Attempt.parse)]
     findings = [
         _compare(
@@ -115,7 +115,7 @@ async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verif
 
 
 async def _other_format(store: Store) -> str | None:
-    """Text on a directory in another format, unless Pannier has records there."""
+    """A description of a directory in another format, unless Pannier has records there."""
     if await store.list(object_names.attempts_prefix()):
         return None
     # Prefixes of torch's HuggingFaceStorageWriter: a full listing may be long.

@@ -1,7 +1,7 @@
 """Stores of checkpoints. :func:`open_store` makes the one for a URL.
 
-Every store implements rule 1: an object is created if absent, or replaces exactly the generation that was
-read.
+Every store makes conditional writes: an object is created if absent, or replaces exactly the generation that
+was read.
 """
 
 import sys
@@ -44,7 +44,7 @@ def open_store(
             ``memory://`` (within this process).
         storage_options: arguments of gcsfs' or s3fs' file system (credentials,
             ``endpoint_url``); the others take none.
-        upload_threads: which read and send data files.
+        upload_threads: the threads that read and send data files.
         deadline_s: seconds after which an operation, or an upload without progress, fails.
 
     Raises:
@@ -73,8 +73,8 @@ def open_store(
 def import_store(url: str) -> None:
     """Imports what :func:`open_store` needs for a URL, which takes a second or two once; blocking.
 
-    For event loops that others wait for: to be called in a thread before. Raises nothing:
-    :func:`open_store` raises what is wrong.
+    Call it in a thread before :func:`open_store` where others wait for the event loop. Raises nothing:
+    :func:`open_store` raises the error.
     """
     module = _module(url)
     if module:
@@ -86,12 +86,12 @@ def is_imported(url: str) -> bool:
     """Whether :func:`import_store` has nothing to do."""
     module = _module(url)
     found = sys.modules.get(module)
-    # While a thread imports it, it is there, too.
+    # A module is in sys.modules already while a thread still imports it.
     return not module or (found is not None and not getattr(found.__spec__, "_initializing", False))
 
 
 def _module(url: str) -> str:
-    """Of the store, if it is imported at its first use; else empty."""
+    """Name of the store's module, if it is imported at its first use; else empty."""
     scheme = url.partition("://")[0]
     package = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}.get(scheme)
     return f"pannier.storage.{package}.store" if package else ""

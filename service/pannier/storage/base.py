@@ -38,7 +38,7 @@ class HeldError(StorageError):
 
 
 class UnreachableError(StorageError):
-    """The store has not answered at all: no name, no connection, or no bytes on it."""
+    """The store has not answered at all: its name isn't known, or no connection was made or carried bytes."""
 
 
 class ConflictError(StorageError):
@@ -88,18 +88,18 @@ class Source(Protocol):
 
     @property
     def path(self) -> Path:
-        """The file; complete below what :meth:`wait_for` was called with."""
+        """The file; complete below the ``end`` for which :meth:`wait_for` has returned."""
 
     async def wait_for(self, end: int) -> int:
-        """Returns when all bytes below ``end`` have arrived; how many have by now.
+        """Waits until all bytes below ``end`` have arrived; returns how many have arrived by then.
 
         Raises when the file will never be complete (its save was aborted).
         """
 
     def confirm(self, found: Checksums) -> None:
-        """All its bytes were read for the store, and have these checksums.
+        """Called when all bytes were read for the store, with their checksums.
 
-        Raises IntegrityError when the sender's are others.
+        Raises IntegrityError when the sender's checksums differ.
         """
 
 
@@ -217,7 +217,7 @@ class Store(ABC):
 
     @abstractmethod
     async def stat(self, key: str) -> ObjectInfo | None:
-        """None when there is no such object."""
+        """Properties of ``key``; None when there is no such object."""
 
     @abstractmethod
     async def list(self, prefix: str = "") -> list[ObjectInfo]:
@@ -250,11 +250,11 @@ class Store(ABC):
         return []
 
     async def discard(self, item: Unfinished) -> None:
-        """Removes one; a running upload fails. No error when it doesn't exist."""
+        """Removes an unfinished upload, which fails if it is running. No error when it doesn't exist."""
         raise NotImplementedError(f"{self.url} keeps nothing unfinished")
 
     async def probe(self) -> None:
-        """Checks that the directory can be written and that preconditions are honoured (rule 1).
+        """Checks that the directory can be written and that preconditions of writes are honoured.
 
         Creates a small object twice, lists, replaces and removes it; leaves nothing behind.
 

@@ -45,7 +45,7 @@ class SharedConnection(Generic[T]):
         """The connection. Raises the error of opening it; the next call opens it again.
 
         Args:
-            end: time.monotonic() of a StorageError if it isn't open.
+            end: time.monotonic() at which it raises a StorageError if the connection isn't open.
         """
         if self._closed:
             raise StorageError("the store is closed")

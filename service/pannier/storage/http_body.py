@@ -16,10 +16,10 @@ class Body(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Bytes; known."""
+        """Bytes; not None here, which only aiohttp's type allows."""
 
     def pieces(self, turn: Turn) -> Iterator[memoryview]:
-        """All of it, in order; a piece is valid until the next is asked for. In an upload thread."""
+        """All bytes, in order; a piece is valid until the next one is requested. In an upload thread."""
 
 
 class FromSpool:
@@ -39,7 +39,7 @@ class FromSpool:
         return self._reader.pieces(turn, self._offset, self.size)
 
     async def loaded(self) -> "Slices":
-        """The same in memory, for a client that sends it on the event loop."""
+        """The bytes in memory, for a client that sends them on the event loop."""
         buffer = bytearray(self.size)
         await self._reader.fill(memoryview(buffer), self._offset)
         return Slices(buffer)
@@ -55,7 +55,7 @@ class Slices(aiohttp.payload.Payload):
 
     def __init__(self, *views: "memoryview | bytes | bytearray") -> None:
         size = sum(len(view) for view in views)
-        # One packet if they fit into one.
+        # Small ones are joined, to be sent in one packet.
         pieces = views if size > PIECE else [b"".join(views)]
         super().__init__(
             tuple(memoryview(piece) for piece in pieces), content_type="application/octet-stream"
@@ -92,7 +92,7 @@ def _slices_of(part: Part, **_: Any) -> Slices:
     return Slices(part)
 
 
-# aiohttp only calls it.
+# aiohttp only calls the registered type, so a function will do.
 aiohttp.payload.register_payload(
     cast("type[Slices]", _slices_of), Part, order=aiohttp.payload.Order.try_first
 )

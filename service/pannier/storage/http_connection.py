@@ -1,9 +1,9 @@
 """One HTTP/1.1 connection to a store, as upload threads use it: a request with a large body, then its answer.
 
-In: a connected socket, then requests. Out: answers; errors as the socket raises them. All of it runs in upload threads, one
-call at a time, which hold a core unless they wait for the peer. It has no deadlines: who waits for a call stops its turn.
-The sockets of :mod:`ssl` encrypt straight into the kernel's buffers, which costs less than the event loop's transports,
-and, other than those, on as many cores as there are turns.
+In: a connected socket, then requests. Out: answers; errors as the socket raises them. All of it runs in
+upload threads, one call at a time; a call holds a core unless it waits for the peer. It has no deadlines: the
+caller of a call stops its turn. The sockets of :mod:`ssl` encrypt straight into the kernel's buffers, which
+costs less than the event loop's transports do, and uses as many cores as there are turns.
 """
 
 import io
@@ -28,11 +28,11 @@ _FIRST_READ: Final = 64 << 10
 
 @dataclass(frozen=True)
 class Response:
-    """A complete one."""
+    """A complete response."""
 
     status: int
     headers: Mapping[str, str]
-    """By name in any case."""
+    """Names are case-insensitive."""
     body: bytes
 
 
@@ -40,7 +40,7 @@ class HttpConnection:
     """See the module. Its owner closes it, while no call uses it.
 
     Args:
-        sock: connected; owned from now on.
+        sock: connected; owned by the connection from now on.
         tls: None: in plaintext.
         host: the name on the server's certificate.
     """
@@ -76,7 +76,7 @@ class HttpConnection:
                 self._http.endheaders()
                 whole = self._send(turn, body)
             except OSError as error:
-                # The peer may have said why.
+                # The peer may have sent a response with the reason.
                 broken = error
             try:
                 response = self._http.getresponse()
@@ -97,16 +97,17 @@ class HttpConnection:
             self._http.putheader(name, value)
 
     def _send(self, turn: Turn, body: Body) -> bool:
-        """False: the peer has answered, or closed, before the end."""
+        """Sends the body; False: the peer has answered, or closed, before the end of the request."""
         for piece in body.pieces(turn):
             if not self._stream.send(piece):
                 return False
             self.moved = time.monotonic()
-        return True
+        # Before the end of the head, if there is no body.
+        return not self._stream.answered
 
     @property
     def ended(self) -> bool:
-        """Whether the peer has closed it, while no call uses it. On the event loop."""
+        """Whether the peer has closed a connection that no call uses. On the event loop."""
         return self._stream.readable
 
     def close(self) -> None:
@@ -115,20 +116,20 @@ class HttpConnection:
 
 
 class _Stream:
-    """A socket that doesn't block, with what :mod:`http.client` wants of one."""
+    """A non-blocking socket, with the methods that :mod:`http.client` needs."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._turn: Turn | None = None
         self._first = b""
-        """Of a response that came while the request was sent."""
+        """First bytes of a response that arrived while the request was being sent."""
         self._input = select.poll()
         self._input.register(sock.fileno(), select.POLLIN)
 
     @contextmanager
     def used_in(self, turn: Turn) -> Iterator[None]:
-        """The call that may wait for it meanwhile."""
+        """Sets the turn of the call that may wait for the socket within this block."""
         self._turn = turn
         try:
             yield
@@ -136,7 +137,7 @@ class _Stream:
             self._turn = None
 
     def encrypt(self, tls: ssl.SSLContext, host: str) -> None:
-        """Begins TLS."""
+        """Performs the TLS handshake."""
         made = tls.wrap_socket(self._sock, server_hostname=host, do_handshake_on_connect=False)
         self._sock = made
         while True:
@@ -148,10 +149,10 @@ class _Stream:
                 self._wait(select.POLLOUT)
 
     def send(self, data: "bytes | memoryview") -> bool:
-        """Sends all; False: the peer has answered, or closed, before."""
+        """Sends all; False: the peer has answered, or closed, before the end."""
         view = memoryview(data)
         while view:
-            if self.readable and self._answered():
+            if self.answered or (self.readable and self._receive_first()):
                 return False
             try:
                 view = view[self._sock.send(view) :]
@@ -166,8 +167,14 @@ class _Stream:
         """Whether something has arrived, or the peer has closed."""
         return bool(self._input.poll(0))
 
-    def _answered(self) -> bool:
-        # What has arrived may also be TLS' own, like a session ticket.
+    @property
+    def answered(self) -> bool:
+        """Whether a response has arrived while the request was being sent, and was not read yet."""
+        return bool(self._first)
+
+    def _receive_first(self) -> bool:
+        """Whether the peer has answered, or closed."""
+        # The bytes that arrived may also be TLS's own, like a session ticket.
         try:
             self._first = self._sock.recv(_FIRST_READ)
         except (BlockingIOError, ssl.SSLWantReadError):
@@ -199,15 +206,15 @@ class _Stream:
     # For http.client.
 
     def sendall(self, data: bytes) -> None:
-        """The head of a request; a response that precedes it is read later."""
+        """Sends the head of a request; a response that arrives before its end is read later."""
         self.send(data)
 
     def makefile(self, mode: str) -> IO[bytes]:
-        """The response."""
+        """A file to read the response from."""
         return io.BufferedReader(_Received(self))
 
     def close(self) -> None:
-        """Its owner disconnects it."""
+        """Does nothing: the owner calls :meth:`disconnect`."""
 
 
 class _Received(io.RawIOBase):
@@ -217,7 +224,7 @@ class _Received(io.RawIOBase):
         self._stream = stream
 
     def readable(self) -> bool:
-        """It is."""
+        """Always True."""
         return True
 
     def readinto(self, buffer: Any) -> int:

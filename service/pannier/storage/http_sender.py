@@ -1,7 +1,7 @@
-"""Sends requests with large bodies in upload threads, over connections that are kept for the next.
+"""Sends requests with large bodies in upload threads, over connections that are kept for later requests.
 
-In: requests as a store's client would make them, authorized. Out: responses. On the event loop, which looks names up
-and connects; an upload thread does the rest (:mod:`pannier.storage.http_connection`).
+In: requests as a store's client would make them, authorized. Out: responses. On the event loop, which looks
+names up and connects; an upload thread does the rest (:mod:`pannier.storage.http_connection`).
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from pannier.storage.upload_threads import UploadThreads
 SLOWEST_BYTES_PER_S: Final = 128 << 10
 """A request with a slower body is cancelled and tried again."""
 _NEXT_ADDRESS_S: Final = 0.25
-"""After which the next address of a name is tried, too (RFC 8305)."""
+"""Seconds after which the next address of a name is tried, too (RFC 8305)."""
 
 _Place = tuple[str, str, int]
 """Scheme, host and port."""
@@ -42,14 +42,14 @@ class HttpSender:
         self._make_tls = make_tls
         self._tls: ssl.SSLContext | None = None
         self._idle: dict[_Place, list[tuple[float, HttpConnection]]] = {}
-        """With the time since when."""
+        """Connections without a request, each with the time since when."""
         self._closed = False
 
     async def send(self, method: str, url: str, headers: Mapping[str, str], body: Body) -> Response:
-        """One request, once.
+        """Sends one request, without retries.
 
         Raises:
-            asyncio.TimeoutError: the peer has stalled, or is too slow.
+            asyncio.TimeoutError: the peer has stalled, or is too slow; its text continues "the peer ...".
             OSError, http.client.HTTPException: the connection failed.
             StorageError: the bytes of the body can't be read.
         """
@@ -57,7 +57,11 @@ class HttpSender:
         place = parts.scheme, parts.hostname or "", parts.port or _port(parts)
         connection = self._kept(place)
         if connection is None:
-            connection = await within(timeouts.STORAGE_CONNECT_S, self._connect(place))
+            try:
+                connection = await within(timeouts.STORAGE_CONNECT_S, self._connect(place))
+            except asyncio.TimeoutError as error:
+                text = str(error) or "could not be connected to in time"
+                raise asyncio.TimeoutError(text) from error
         began = connection.moved = time.monotonic()
         stalled_s = timeouts.STORAGE_CONNECT_S + timeouts.STORAGE_IDLE_S
         size = body.size or 0
@@ -91,7 +95,7 @@ class HttpSender:
     def _kept(self, place: _Place) -> HttpConnection | None:
         kept = self._idle.get(place, [])
         while kept:
-            # The one used last.
+            # The most recently used one first.
             since, connection = kept.pop()
             if time.monotonic() - since < timeouts.STORAGE_KEPT_S and not connection.ended:
                 return connection

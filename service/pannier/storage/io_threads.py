@@ -29,7 +29,7 @@ _KEPT = 8
 _THREADS: Final = 8
 """Threads of one place."""
 MOST_HUNG: Final = 16
-"""Hanging calls to one place with which further calls fail at once."""
+"""When so many calls to one place hang, further calls fail at once."""
 
 
 class HungError(StorageError):
@@ -50,12 +50,12 @@ class _Call(Generic[T]):
         self.function = function
         self.name = name
         self.closing = closing
-        """It releases something: it is made in any case."""
+        """The call releases a resource, so it is run in any case."""
         self.future: Future[T] = Future()
         self._undo = undo
         self.begun = self.ended = False
         self.unwanted = False
-        """Its caller was cancelled: the result is undone."""
+        """Its caller doesn't wait for it any more: the result is undone."""
 
     def undo(self, result: T) -> None:
         if self._undo is not None:
@@ -67,7 +67,8 @@ class Threads:
 
     Args:
         place: for errors.
-        patience_s: infinite: a running call is never abandoned.
+        patience_s: seconds that a cancelled caller waits for a running call before it abandons the call;
+            infinite: never.
         threads: most calls at a time; with 1, calls run in the order of their submission.
     """
 
@@ -106,7 +107,7 @@ class Threads:
             until: time.monotonic() at which the call is abandoned.
             undo: called in any thread with the result of a call whose caller was cancelled.
             stop: called when the caller is cancelled, so that a call that waits ends at once.
-            closing: accepted even when too many calls hang, and made though its caller was cancelled.
+            closing: accepted even when too many calls hang, and run even if its caller was cancelled.
 
         Raises:
             HungError: it did not return by ``until``, or too many other calls hang.
@@ -117,7 +118,7 @@ class Threads:
         waiter = asyncio.wrap_future(call.future)
         try:
             if until == math.inf:
-                # Much faster than a wait, for calls as short as a chunk's.
+                # Much faster than asyncio.wait, which matters for calls as short as a chunk's.
                 return await asyncio.shield(waiter)
             await asyncio.wait({waiter}, timeout=max(0.0, until - began))
         except asyncio.CancelledError:
@@ -128,7 +129,7 @@ class Threads:
         if not waiter.done() and self._give_up(call):
             raise HungError(
                 f"{self.place}: {call.name} has not returned for {time.monotonic() - began:.0f} s: "
-                "does what is mounted there still answer?"
+                "does the file system mounted there respond?"
             )
         return await waiter
 
@@ -142,20 +143,23 @@ class Threads:
         with self._changed:
             if len(self._hung) >= MOST_HUNG and not call.closing:
                 raise HungError(
-                    f"{len(self._hung)} calls to {self.place} hang: does what is mounted there "
-                    "still answer? It is used again once they return"
+                    f"{len(self._hung)} calls to {self.place} hang: does the file system mounted "
+                    "there respond? It is used again once they return"
                 )
             self._queue.append(call)
             try:
                 self._provide()
             except RuntimeError as error:
-                # One that runs takes it when it has nothing else to do.
+                # A running thread takes the call when it has nothing else to do.
                 if not self._threads:
                     self._queue.remove(call)
-                    raise StorageError(
-                        f"no thread for {self.place} can be started: {error}; does the limit of the "
-                        "container, or of the user (ulimit -u), allow for more threads?"
-                    ) from error
+                    raise self._no_thread(error) from error
+
+    def _no_thread(self, error: RuntimeError) -> StorageError:
+        return StorageError(
+            f"no thread for {self.place} can be started: {error}; does the limit of the "
+            "container, or of the user (ulimit -u), allow for more threads?"
+        )
 
     def _provide(self) -> None:
         """Wakes or starts a thread for the first call in the queue; with the lock held."""
@@ -186,7 +190,7 @@ class Threads:
         waiter.exception()  # Retrieved: the cancellation is raised instead.
 
     def _withdraw(self, call: _Call[Any]) -> None:
-        """Takes a call that has not begun out of the queue, unless it closes; with the lock held."""
+        """Takes a call that has not begun out of the queue, unless it is ``closing``; with the lock held."""
         if not call.closing:
             self._queue.remove(call)
 
@@ -200,11 +204,22 @@ class Threads:
                 return True
             call.unwanted = True
             self._hung.add(call)
-            # A new thread may take its place.
+            # A new thread may replace the call's thread.
             self._threads -= 1
             if self._queue:
-                self._provide()
+                try:
+                    self._provide()
+                except RuntimeError as error:
+                    if not self._threads:
+                        self._refuse(error)
             return True
+
+    def _refuse(self, error: RuntimeError) -> None:
+        """Fails the calls in the queue, which no thread is left to run; with the lock held."""
+        while self._queue:
+            call = self._queue.popleft()
+            call.begun = call.ended = True
+            call.future.set_exception(self._no_thread(error))
 
     def _work(self) -> None:
         while True:
@@ -223,7 +238,7 @@ class Threads:
                 if call in self._hung:
                     self._hung.discard(call)
                     return
-            # It may refer to large objects.
+            # The call may refer to large objects.
             del call
 
     def _run(self, call: _Call[Any]) -> None:
@@ -237,7 +252,7 @@ class Threads:
         if call.unwanted and error is None:
             call.undo(result)
         if abandoned:
-            # Its event loop may be closed.
+            # The caller's event loop may be closed.
             return
         if error is None:
             call.future.set_result(result)
@@ -254,7 +269,7 @@ def _name(*parts: Any) -> str:
 class Guarded:
     """A resource of calls in threads: closed after the last of them has returned.
 
-    So an abandoned call never uses a descriptor that belongs to another file by then. Thread-safe.
+    Thus an abandoned call never uses a descriptor that has been reused for another file. Thread-safe.
     """
 
     def __init__(self, close: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
 PARALLEL: Final = 16
-"""At a time, unless a caller says otherwise."""
+"""Default number of calls at a time."""
 
 
 async def for_each(
@@ -18,10 +18,11 @@ async def for_each(
     parallel: int = PARALLEL,
     try_all: bool = False,
 ) -> list[_Answer]:
-    """The call's results, in the order of the items.
+    """The call's results, in the order of the items. No call is running when this returns or raises.
 
     Args:
-        try_all: raises the first error when all calls have ended; else at once.
+        try_all: raises the first error when all calls have ended; else it cancels the others. A write that is
+            cancelled may still take effect, unseen: ``try_all`` is for writes.
     """
     limit = asyncio.Semaphore(parallel)
 
@@ -29,11 +30,18 @@ async def for_each(
         async with limit:
             return await call(item)
 
-    if not try_all:
-        return await asyncio.gather(*map(run, items))
-    found: list[_Answer] = []
-    for each in await asyncio.gather(*map(run, items), return_exceptions=True):
-        if isinstance(each, BaseException):
-            raise each
-        found.append(each)
-    return found
+    tasks = [asyncio.ensure_future(run(item)) for item in items]
+    until = asyncio.ALL_COMPLETED if try_all else asyncio.FIRST_EXCEPTION
+    try:
+        if tasks:
+            # Not gather, which would cancel them, too: twice would end a call's own clean-up.
+            await asyncio.wait(tasks, return_when=until)
+        # With an error, not all of them are done.
+        for task in tasks:
+            if task.done():
+                task.result()
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

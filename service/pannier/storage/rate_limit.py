@@ -1,7 +1,7 @@
 """A limit of bytes per second that all senders of one kind share.
 
-In: how many bytes are about to be sent. Out: how long their sender waits first, so that the limit holds over each
-second or so; and whether the limit is what limits. Thread-safe.
+In: how many bytes are about to be sent. Out: how long their sender waits first, so that the limit holds over
+each second or so; and whether senders currently wait for the limit. Thread-safe.
 """
 
 import asyncio
@@ -10,9 +10,9 @@ from threading import Lock
 from typing import Final
 
 _BURST_S: Final = 0.1
-"""What wasn't used for so long may be made up for."""
+"""Seconds of unused limit that may be made up for."""
 _RECENT_S: Final = 1.0
-"""The limit limits for so long after the last wait."""
+"""Seconds after the last wait for which :attr:`RateLimit.limits` stays true."""
 
 
 class RateLimit:
@@ -62,5 +62,5 @@ class RateLimit:
     def waited_s(self) -> float:
         """Seconds since the start in which at least one sender has waited for it."""
         with self._lock:
-            # Of a wait that goes on, what has passed.
+            # Of a wait that hasn't ended, only the time that has passed counts.
             return self._waited_s - max(0.0, self._waits_end - time.monotonic())

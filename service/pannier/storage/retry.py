@@ -49,7 +49,7 @@ class TransientError(StorageError):
 
 
 class UnsettledError(StorageError):
-    """A write whose outcome reading back doesn't show: neither its object nor another is there."""
+    """Reading back doesn't show the outcome of a write: neither its object nor another one is there."""
 
 
 def uncounted(reason: str) -> None:
@@ -172,8 +172,8 @@ def in_time(operation: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corou
 async def clean_up(request: Coroutine[Any, Any, object], what: str) -> None:
     """Removes what a failed upload left, also while its task is being cancelled.
 
-    Runs ``request`` for at most :data:`CLEAN_UP_S`. A StorageError is logged, not raised: it must not
-    hide the error that made the upload fail. A cancellation ends it, and is raised.
+    Runs ``request`` for at most ``timeouts.UPLOAD_CLEAN_UP_S``. A StorageError is logged, not raised: it
+    must not hide the error that made the upload fail. A cancellation ends it, and is raised.
     """
     with unlimited():
         task = asyncio.ensure_future(request)

@@ -1,7 +1,7 @@
 """Reads of a spool file, which may still grow, for the uploads of every store.
 
-On the event loop, but for :meth:`SourceReader.read`, and what takes a :class:`~pannier.storage.upload_threads.Turn`,
-which runs in upload threads; one call at a time.
+On the event loop, except :meth:`SourceReader.read`, which runs in a thread of the caller's, and methods that
+take a :class:`~pannier.storage.upload_threads.Turn`, which run in upload threads; one call at a time.
 """
 
 import errno
@@ -14,14 +14,14 @@ from pannier.storage.upload_threads import Turn, UploadThreads
 from pannier.wire.chunk_codec import RunningChecksums
 
 PIECE: Final = 256 << 10
-"""Bytes that are read, then checksummed, then sent: so they are in the processor's cache."""
+"""Bytes that are read, then checksummed, then sent, so that they stay in the processor's cache."""
 
 
 class SourceReader:
-    """Reads a source in order from its file, within the limit of uploads, and takes the checksums of the bytes.
+    """Reads a source in order from its file, within the limit of uploads, and computes the bytes' checksums.
 
-    They are taken of the buffers that go to the store, so that :meth:`confirm` covers the whole way from
-    the sender, or, where that has sent no checksum, from here on.
+    The checksums are of the buffers that go to the store, so that :meth:`confirm` covers the whole way from
+    the sender or, if the sender has sent no checksum, from here on.
     """
 
     def __init__(self, source: Source, threads: UploadThreads) -> None:
@@ -32,7 +32,7 @@ class SourceReader:
         self._taken = RunningChecksums()
 
     async def wait_for(self, end: int) -> int:
-        """Returns when all bytes below ``end`` have arrived; how many have by now."""
+        """Waits until all bytes below ``end`` have arrived; returns how many have arrived by then."""
         arrived = await self._source.wait_for(end)
         if self._fd < 0:
             self._fd = os.open(self._source.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -41,7 +41,7 @@ class SourceReader:
     async def fill(self, view: memoryview, offset: int) -> None:
         """Fills ``view`` with the bytes at ``offset``; waits until they have arrived.
 
-        Bytes that are read again count once.
+        The checksums count bytes that are read again once.
         """
         await self.wait_for(offset + len(view))
         await self._threads.run(self._fill, view, offset)
@@ -51,7 +51,7 @@ class SourceReader:
         await self._threads.take(count)
 
     def read(self, view: memoryview, offset: int) -> None:
-        """Fills ``view`` with the bytes at ``offset``, which have arrived. Blocking, in a thread of the caller's.
+        """Fills ``view`` with the bytes at ``offset``, which have arrived. Blocking; in the caller's thread.
 
         Raises:
             StorageError: the file can't be read.
@@ -59,7 +59,7 @@ class SourceReader:
         self._fill(None, view, offset)
 
     def pieces(self, turn: Turn, offset: int, size: int) -> Iterator[memoryview]:
-        """The bytes from ``offset`` on, after :meth:`wait_for`, each in the same small buffer. In an upload thread.
+        """The bytes from ``offset`` on, after :meth:`wait_for`, all in one small buffer. In an upload thread.
 
         Raises:
             StorageError: the file can't be read.
@@ -71,13 +71,16 @@ class SourceReader:
             yield piece
 
     def crc32c(self, start: int, end: int) -> int:
-        """Of bytes that were read, from one block of :data:`~pannier.wire.chunk_codec.BLOCK_BYTES` to another."""
+        """The crc32c of bytes that were read; ``start`` and ``end`` are where blocks begin or end.
+
+        Blocks have :data:`~pannier.wire.chunk_codec.BLOCK_BYTES`.
+        """
         return self._taken.of(start, end)
 
     async def confirm(self) -> int:
         """The crc32c of the source, after its last byte was read.
 
-        Raises IntegrityError when the sender's is another one.
+        Raises IntegrityError when the sender's checksum differs.
         """
         if self._taken.size != self._source.size:
             raise IntegrityError(
@@ -106,7 +109,7 @@ class SourceReader:
             self._read(turn, view[start : start + PIECE], offset + start)
 
     def _read(self, turn: Turn | None, view: memoryview, offset: int) -> None:
-        """Reads what is about to be sent, and notes it."""
+        """Reads bytes that are about to be sent, and adds them to the checksums."""
         if turn is not None:
             turn.take(len(view))
         try:
@@ -120,7 +123,7 @@ class SourceReader:
                 done += count
         except OSError as error:
             raise StorageError(f"{self._source.path} can't be read: {error}") from error
-        # What was sent before counts once.
+        # Bytes that were sent before count once.
         known = self._taken.size - offset
         if 0 <= known < len(view):
             self._taken.add(view[known:])
@@ -131,11 +134,11 @@ class SourceReader:
         try:
             return os.preadv(self._fd, [view], offset, self._flags)
         except BlockingIOError:
-            # The core is for others while the disk is awaited.
+            # Other calls may use the core while this one waits for the disk.
             with turn.waiting():
                 return os.preadv(self._fd, [view], offset)
         except OSError as error:
-            # In memory, or of a file system without RWF_NOWAIT.
+            # The file is in memory, or on a file system without RWF_NOWAIT.
             if not self._flags or error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
             self._flags = 0

@@ -1,9 +1,9 @@
 """Threads in which uploads read, checksum, encrypt and send: the part of an upload that costs cores.
 
-Each call has a thread, as it waits for its connection most of the time; but only so many of them work at a time as
-cores may be used, and they share a limit of bytes per second. The event loop keeps all state: a call gets what it
-needs and returns what it found. When its caller is cancelled, it is stopped and waited for: a spool file is not
-reused while a thread reads it.
+Each call has a thread, as it waits for its connection most of the time; but only as many calls work at a time
+as cores may be used, and they share a limit of bytes per second. The event loop keeps all state: a call gets
+what it needs and returns what it found. When its caller is cancelled, the call is stopped and waited for: a
+spool file is not reused while a thread reads it.
 """
 
 import math
@@ -22,7 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST: Final = 256
-"""Calls at a time, those that wait included."""
+"""Calls at a time, waiting ones included."""
 
 
 class StoppedError(StorageError):
@@ -30,7 +30,7 @@ class StoppedError(StorageError):
 
 
 class Turn:
-    """One call's right to work. Of its thread, except :meth:`stop`, which is for any.
+    """One call's right to use a core. For the call's thread, except :meth:`stop`, which is for any thread.
 
     Args:
         cores: held while the call works.
@@ -43,7 +43,7 @@ class Turn:
         self._lock = Lock()
         self._stopped = False
         self._stop_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Readable once it is stopped; -1 once it has ended."""
+        """Readable once the turn is stopped; -1 once it has ended."""
 
     def run(self, function: Callable[[], T]) -> T:
         """``function()``, with a core. Raises StoppedError."""
@@ -69,13 +69,13 @@ class Turn:
                 self._stop_event = -1
 
     def check(self) -> None:
-        """Raises StoppedError when it is stopped."""
+        """Raises StoppedError when the turn is stopped."""
         if self._stopped:
             raise StoppedError("the upload was cancelled")
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Leaves the core to others meanwhile."""
+        """Releases the core within this block."""
         self._cores.release()
         try:
             yield
@@ -85,7 +85,7 @@ class Turn:
     def wait_for(self, fd: int, events: int) -> None:
         """Returns when a descriptor is ready (``select.POLLIN``, ``POLLOUT``). Raises StoppedError.
 
-        Without an end: the caller's deadline stops it.
+        It has no deadline: the caller's stops the turn.
         """
         poll = select.poll()
         poll.register(fd, events)
@@ -119,9 +119,9 @@ class UploadThreads:
         self._threads = Threads("uploads", patience_s=math.inf, threads=MOST)
 
     def request_bytes(self, most: int, unit: int) -> int:
-        """Bytes of one request, a multiple of ``unit``: as many as the limit allows for in a second, and ``most``.
+        """Bytes of one request, a multiple of ``unit``: what the limit allows in a second, at most ``most``.
 
-        So the limit keeps no request so long that it seems to have stalled.
+        Thus no request takes so long under the limit that it seems to have stalled.
         """
         if self.limit is None:
             return most
@@ -153,4 +153,4 @@ def _bound(function: Callable[..., T], *args: Any, **kwargs: Any) -> Callable[[]
 
 
 default_threads = UploadThreads()
-"""Of stores that are made without."""
+"""For stores that are opened without upload threads."""

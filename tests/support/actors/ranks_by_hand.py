@@ -16,8 +16,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from pannier.coordinator.commit.manifest import Manifest, agree
 from pannier.coordinator.config import CoordinatorConfig
 from pannier.coordinator.planning.columns import RankPlan
+from pannier.coordinator.planning.global_plan import GlobalPlan
 from pannier.coordinator.server import serving
 from pannier.storage import ConflictError, open_store
 from pannier.v1 import (
@@ -100,6 +102,17 @@ def rank_plans(*local: plan_pb2.LocalPlan) -> list[RankPlan]:
         RankPlan(rank, f"node-{rank}", plan_codec.plan_digest(plan), plan)
         for rank, plan in enumerate(local)
     ]
+
+
+def make_manifest(
+    context: sidecar_pb2.SaveContext,
+    attempt: object_names.Attempt,
+    members: Sequence[RankPlan],
+    plan: GlobalPlan,
+) -> Manifest:
+    """The manifest of a plan that was just made for these ranks."""
+    hosts = {each.rank: each.host for each in members}
+    return Manifest.of(agree(members, plan), context, attempt, hosts)
 
 
 def context(

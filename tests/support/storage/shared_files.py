@@ -49,7 +49,7 @@ class SharedFiles:
             return None
         return Place(offset, size, crc32c.crc32c(self.content(name, block)))
 
-    def asked(self, name: str, block: int) -> str:
+    def first_source(self, name: str, block: int) -> str:
         return "node-7"
 
     def content(self, name: str, block: int) -> bytes:
@@ -57,7 +57,7 @@ class SharedFiles:
             file.seek(block * BLOCK_BYTES)
             return file.read(BLOCK_BYTES)
 
-    def messages(self) -> int:
+    def message_count(self) -> int:
         return self.signs
 
     def request(self, name: str, block: int) -> "Future[FetchedBlock]":

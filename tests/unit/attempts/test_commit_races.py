@@ -26,7 +26,7 @@ from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
 from pannier.wire.object_names import METADATA, Attempt
-from support.actors.ranks_by_hand import local_plan, rank_plans, tensor
+from support.actors.ranks_by_hand import local_plan, make_manifest, rank_plans, tensor
 from support.storage.unreliable_store import UnreliableStore
 
 GROUP = "g00000000"
@@ -252,9 +252,9 @@ def test_after_an_abort_the_decision_alone_stays() -> None:
 def test_second_manifest_of_an_attempt_gives_way() -> None:
     plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("w", 4)]))
     context = sidecar_pb2.SaveContext(save=save_of(FIRST), checkpoint_id="memory://x/y")
-    one = Manifest.make(context, FIRST, plans, make_global_plan(plans, FIRST.name))
+    one = make_manifest(context, FIRST, plans, make_global_plan(plans, FIRST.name))
     other_plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([]))
-    two = Manifest.make(context, FIRST, other_plans, make_global_plan(other_plans, FIRST.name))
+    two = make_manifest(context, FIRST, other_plans, make_global_plan(other_plans, FIRST.name))
 
     async def scenario(store: Store) -> None:
         assert await read_manifest(store, FIRST.name, Manifest) is None
@@ -465,7 +465,7 @@ def test_manifest_of_another_save_is_not_adopted(other: save_pb2.SaveId) -> None
         plans = rank_plans(local_plan([tensor("w", 4)]))
         plan = make_global_plan(plans, FIRST.name)
         theirs, ours = (
-            Manifest.make(
+            make_manifest(
                 sidecar_pb2.SaveContext(save=save, ranks=[0], world_size=1), FIRST, plans, plan
             )
             for save in (other, save_of(FIRST))

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pannier.attempts.listing import list_checkpoints
-from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.commit.metadata import build_checked
 from pannier.coordinator.planning.global_plan import make_global_plan
 from pannier.maintenance.inspect import by_checkpoint
@@ -21,7 +20,15 @@ from pannier.storage import open_store
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import PannierError
-from support.actors.ranks_by_hand import context, local_plan, rank_plans, receipt_of, tensor, thing
+from support.actors.ranks_by_hand import (
+    context,
+    local_plan,
+    make_manifest,
+    rank_plans,
+    receipt_of,
+    tensor,
+    thing,
+)
 from support.processes.daemons import short_directory
 from support.storage.checkpoints import write
 
@@ -45,7 +52,7 @@ def records() -> dict[str, bytes]:
     plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("b", 4), thing("step")]))
     plan = make_global_plan(plans, ATTEMPT)
     attempt = object_names.Attempt.parse(ATTEMPT)
-    manifest = Manifest.make(context(0, "/run/step-1"), attempt, plans, plan)
+    manifest = make_manifest(context(0, "/run/step-1"), attempt, plans, plan)
     found = {object_names.manifest(ATTEMPT): manifest.data}
     for rank in (0, 1):
         receipt = receipt_of(manifest.final_plan(rank), rank)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
 from pannier.attempts.decisions import decide, new_decision, read_decision
-from pannier.attempts.extra_files import ExtraFilesError
+from pannier.attempts.extra_files import ExtraFilesError, write_copies
 from pannier.attempts.metadata_refs import saved_by
 from pannier.attempts.metadata_swap import OccupiedError, RemovedError
 from pannier.maintenance.delete_checkpoint import plan_removal, remove_checkpoint
@@ -455,7 +455,10 @@ class Turns:
             for _ in range(20):
                 await asyncio.sleep(0)
             if self._waiting:
-                self._waiting.pop(self._chance.randrange(len(self._waiting))).set_result(None)
+                turn = self._waiting.pop(self._chance.randrange(len(self._waiting)))
+                # One of several requests is cancelled when another one fails.
+                if not turn.done():
+                    turn.set_result(None)
         for task in tasks:
             with suppress(
                 RemovedError, OccupiedError, SupersededError, SaveAbortedError, IntegrityError
@@ -519,5 +522,49 @@ def test_an_unknown_answer_of_a_copy_is_settled_by_another_try() -> None:
         await commit(losing, FIRST, OLD)
         assert not losing.lose
         assert await plain(store) == OLD
+
+    on_fresh_store(scenario)
+
+
+def test_a_copy_that_is_being_written_when_the_attempt_is_found_removed_does_not_stay() -> None:
+    async def scenario(store: Store) -> None:
+        await ingest(store, FIRST, OLD)
+        slow = UnreliableStore(store)
+
+        async def remove_attempt() -> None:
+            for info in await store.list():
+                await store.delete(info.key)
+            # Meanwhile the other copies find the data file removed.
+            await turns(100)
+
+        slow.before["meta.pt"] = remove_attempt
+        with pytest.raises(RemovedError):
+            await commit(slow, FIRST, OLD)
+        await turns(200)
+        assert await store.list() == []
+
+    async def turns(count: int) -> None:
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+    on_fresh_store(scenario)
+
+
+def test_after_an_error_no_other_copy_is_begun() -> None:
+    files = {f"{number:02}": b"x" for number in range(20)}
+
+    async def scenario(store: Store) -> None:
+        await ingest(store, FIRST, files)
+        failing = UnreliableStore(store)
+
+        async def fail() -> None:
+            raise StorageError("the file system is read-only")
+
+        failing.before["00"] = fail
+        receipt, _ = extra_receipt(FIRST.name, 0, files)
+        decision = records_pb2.Decision(attempt=FIRST.name, extra_files=receipt.extra_files)
+        with pytest.raises(StorageError, match="read-only"):
+            await write_copies(failing, decision)
+        assert len(await plain(store)) < len(files) - 1
 
     on_fresh_store(scenario)

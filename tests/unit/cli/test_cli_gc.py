@@ -374,3 +374,15 @@ def test_a_store_that_does_not_answer_ends_the_run(
     (kept,) = result.json_lines()
     assert (kept["action"], kept["checkpoint"]) == ("kept", str(place))
     assert files_below(place.parent) == before
+
+
+def test_a_decision_that_is_the_last_of_a_removed_checkpoint_goes(place: Path) -> None:
+    """The removal was killed before its last step."""
+    metadata = write_attempt(place, FIRST)
+    for path in sorted(place.rglob("*"), reverse=True):
+        if path.is_file() and path != place / object_names.decision(FIRST):
+            path.unlink()
+    assert metadata
+    result = pannier("gc", str(place.parent), "--json")
+    assert [line["reason"] for line in lines(result, "removed")] == ["removed"]
+    assert files_below(place) == set()

@@ -18,6 +18,9 @@ def test_checkpoints_of_every_standing(tmp_path: Path) -> None:
     write_attempt(tmp_path / "step-2", "i1-inc-g0000000a-s4", commit=False)
     write_attempt(tmp_path / "step-3", "i1-inc-g0000000a-s5", commit=False)
     write_decision(tmp_path / "step-3", "i1-inc-g0000000a-s5", records_pb2.OUTCOME_ABORT)
+    removed = "i1-inc-g0000000a-s6"
+    write_attempt(tmp_path / "step-4", removed)
+    write(tmp_path / "step-4" / object_names.removal_mark(removed), b"{}")
     write(tmp_path / "plain" / ".metadata", b"pickle")
     write(tmp_path / "plain" / "__0_0.distcp", b"12345")
     write(tmp_path / "notes" / "readme", b"not a checkpoint")
@@ -30,6 +33,7 @@ def test_checkpoints_of_every_standing(tmp_path: Path) -> None:
         "step-1": "committed",
         "step-2": "undecided",
         "step-3": "aborted",
+        "step-4": "removing",
         "plain": "foreign",
     }
     assert found["step-1"] == {
@@ -43,7 +47,9 @@ def test_checkpoints_of_every_standing(tmp_path: Path) -> None:
         "kept_for": [],
     }
     order = [Path(line["checkpoint"]).name for line in lines]
-    assert order == ["plain", "step-1", "step-2", "step-3"], "foreign ones, then the oldest, first"
+    assert order == ["plain", "step-1", "step-2", "step-3", "step-4"], (
+        "foreign ones, then the oldest, first"
+    )
     assert (found["plain"]["attempt"], found["plain"]["bytes"]) == (None, 5)
     table = pannier("ls", str(tmp_path))
     assert table.code == 0

@@ -1,10 +1,13 @@
 """What ``pannier watch`` shows of a save under way: bars, rates, and who is late."""
 
+import pytest
 from rich.console import Console
 
+from pannier.cli.bars import ALL, rows_of
+from pannier.cli.load_view import LoadProgress
 from pannier.cli.progress import SaveProgress
 from pannier.common import timeouts
-from pannier.v1 import save_pb2
+from pannier.v1 import load_status_pb2, save_pb2
 
 MIB = 1 << 20
 
@@ -67,6 +70,41 @@ def test_above_sixteen_ranks_each_host_has_a_bar() -> None:
     _, _, *hosts, _ = watched.lines()
     assert [line.split()[0] for line in hosts] == [f"node-{host}" for host in range(5)]
     assert all("400.0 MiB/s" in line for line in hosts)
+
+
+def test_hosts_of_one_domain_have_a_bar_each() -> None:
+    watched = Watched(20)
+    # The bars of the names that the status had before are removed.
+    for rank in watched.save.ranks:
+        rank.host = f"ip-10-0-1-{rank.rank // 4}.us-west-2.compute.internal"
+    watched.upload(*range(20), seconds=2)
+    _, _, *hosts, _ = watched.lines()
+    assert [line.split()[0] for line in hosts] == [f"ip-10-0-1-{host}" for host in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("10.0.1.{}", "10.0.1.{}"),
+        ("ip-10-0-1-{}.us-west-2.compute.internal", "ip-10-0-1-{}"),
+        ("node-pool-of-the-training-cluster-{}.internal", "…he-training-cluster-{}"),
+        ("trainer.us-west-{}.compute.internal", "…st-{}.compute.internal"),
+        ("trainer-{}-of-the-pool.of-eight.us-west-2.internal", "trainer-{}-of-the-pool"),
+        ("node.pool-{}.us-west-2.compute.internal", "node.pool-{}.us-west-2.compute.internal"),
+    ],
+)
+def test_labels_of_hosts_are_short_where_they_still_differ(name: str, label: str) -> None:
+    ranks = [save_pb2.RankStatus(rank=rank, host=name.format(rank // 4)) for rank in range(20)]
+    assert list(rows_of(ranks)) == [*(label.format(host) for host in range(5)), ALL]
+
+
+def test_a_load_of_which_little_is_read_is_at_0_percent() -> None:
+    progress = LoadProgress()
+    load = load_status_pb2.LoadStatus(
+        id="load-1234", state=load_status_pb2.LOAD_STATE_LOADING, bytes_total=100, bytes_read=5
+    )
+    progress.update(load)
+    assert progress.line() == "load-1234 LOADING: 0 % read"
 
 
 def test_a_low_terminal_shows_those_that_are_behind() -> None:

@@ -19,9 +19,17 @@ from pannier.maintenance.recover import End
 from pannier.storage import HeldError, open_store
 from pannier.storage.base import UnreachableError
 from pannier.storage.local.store import LocalStore
-from pannier.v1 import records_pb2
+from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import object_names
-from support.actors.ranks_by_hand import context, local_plan, rank_plans, receipt_of, tensor, thing
+from support.actors.ranks_by_hand import (
+    context,
+    local_plan,
+    make_manifest,
+    rank_plans,
+    receipt_of,
+    tensor,
+    thing,
+)
 from support.processes.cli import pannier
 from support.processes.cli import pannier_here as here
 from support.processes.daemons import clean_environment
@@ -39,7 +47,7 @@ def planned(directory: Path) -> Manifest:
     plans = rank_plans(local_plan([tensor("w", 4)]), local_plan([tensor("b", 4), thing("step")]))
     attempt = object_names.Attempt.parse(FIRST)
     plan = make_global_plan(plans, FIRST)
-    manifest = Manifest.make(context(0, str(directory)), attempt, plans, plan)
+    manifest = make_manifest(context(0, str(directory)), attempt, plans, plan)
     write(directory / object_names.manifest(FIRST), manifest.data)
     for rank in (0, 1):
         receipt = receipt_of(manifest.final_plan(rank), rank)
@@ -100,6 +108,8 @@ def test_an_attempt_whose_ranks_are_all_durable_is_committed(tmp_path: Path) -> 
         ("receipts with a file where a directory is", False, End.ABORTED),
         ("receipts, and a cut candidate", False, End.UNDECIDED),
         ("receipts, and a cut candidate", True, End.ABORTED),
+        ("receipts with a malformed name, and a candidate", False, End.UNDECIDED),
+        ("receipts with a malformed name, and a candidate", True, End.ABORTED),
         ("a commit, and a plain writer's checkpoint", False, End.REMOVED),
     ],
 )
@@ -109,7 +119,7 @@ def test_the_end_is_foreseen(tmp_path: Path, left: str, abort: bool, end: End) -
         write_attempt(place, FIRST)
         (place / ".metadata").unlink()
     else:
-        planned(place)
+        manifest = planned(place)
     if left == "an abort":
         write_decision(place, FIRST, records_pb2.OUTCOME_ABORT)
     elif left == "nothing of rank 1":
@@ -132,6 +142,11 @@ def test_the_end_is_foreseen(tmp_path: Path, left: str, abort: bool, end: End) -
         write(place / "tokens" / "vocabulary", b"")
     elif left == "receipts, and a cut candidate":
         write(place / object_names.metadata_candidate(FIRST), b"cut")
+    elif left == "receipts with a malformed name, and a candidate":
+        receipts = [receipt_of(manifest.final_plan(rank), rank) for rank in (0, 1)]
+        candidate = build_checked(manifest.data, receipts)
+        write(place / object_names.metadata_candidate(FIRST), candidate)
+        give_extra_files(place, ("../config.json", 1))
 
     async def build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> bytes:
         return build_checked(manifest, receipts)
@@ -284,6 +299,34 @@ def test_a_receipt_of_another_plan_is_no_receipt(tmp_path: Path) -> None:
     assert result.json()["end"] == "undecided"
     assert "the receipt of rank 1 (host node-1)" in result.json()["reason"]
     assert not (place / ".metadata").exists()
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_a_malformed_receipt_of_what_torch_planned_is_no_obstacle_elsewhere(
+    tmp_path: Path, abort: bool
+) -> None:
+    damaged, other = tmp_path / "step-1", tmp_path / "step-2"
+    manifest = Manifest.make_external(
+        context(0, str(damaged)),
+        object_names.Attempt.parse(FIRST),
+        {0: "node-0", 1: "node-1"},
+        plan_pb2.GlobalMetadata(),
+    )
+    write(damaged / object_names.manifest(FIRST), manifest.data)
+    for rank in (0, 1):
+        receipt = records_pb2.Receipt(attempt=FIRST, rank=rank, host=f"node-{rank}")
+        if rank == 1:
+            receipt.files.add(name="elsewhere.distcp")
+        write(damaged / object_names.receipt(FIRST, rank), receipt.SerializeToString())
+    planned(other)
+    result = here("recover", str(tmp_path), "--json", *(["--abort"] if abort else []))
+    assert result.code == (0 if abort else 1), result
+    lines = {Path(line["checkpoint"]).name: line for line in result.json_lines()}
+    assert {name: line["end"] for name, line in lines.items()} == {
+        "step-1": "aborted" if abort else "undecided",
+        "step-2": "committed",
+    }
+    assert "the receipt of rank 1 (host node-1) is not " in lines["step-1"]["reason"]
 
 
 def test_a_damaged_decision_is_reported_and_the_rest_is_done(tmp_path: Path) -> None:

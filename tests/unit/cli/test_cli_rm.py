@@ -178,3 +178,20 @@ def test_a_save_that_is_committed_meanwhile_stays(place: Path) -> None:
     assert here("gc", str(place), "--grace", "0").code == 0
     assert here("verify", str(place), "--json").json()["attempt"] == newer
     assert not list(place.glob(f"__{THIRD}_*"))
+
+
+def test_a_decided_save_that_is_installed_meanwhile_is_removed_with_the_others(place: Path) -> None:
+    newer = "i2-inc-g0000000a-s1"
+
+    async def run() -> None:
+        store = open_store(str(place))
+        metadata = write_attempt(place, newer, commit=False)
+        write_decision(place, newer, records_pb2.OUTCOME_COMMIT, metadata)
+        plan = await plan_removal(store)
+        assert newer in plan.pending
+        # Its coordinator goes on while the user is asked.
+        write(place / ".metadata", metadata)
+        await remove_checkpoint(store, plan, host="here")
+
+    asyncio.run(run())
+    assert files_below(place) == set()

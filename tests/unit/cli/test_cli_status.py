@@ -55,6 +55,7 @@ def save(
 UPLOADING = save(save_pb2.SAVE_STATE_UPLOADING, save_pb2.RANK_PHASE_INGESTED)
 COMMITTED = save(save_pb2.SAVE_STATE_COMMITTED, save_pb2.RANK_PHASE_DURABLE)
 ABORTED = save(save_pb2.SAVE_STATE_ABORTED, save_pb2.RANK_PHASE_FAILED)
+PREPARED = save(save_pb2.SAVE_STATE_PREPARED, save_pb2.RANK_PHASE_PLANNED, "job/inc/g1a2b3c4d/8")
 
 
 def load(state: load_status_pb2.LoadState, name: str = "load-1234") -> load_status_pb2.LoadStatus:
@@ -165,7 +166,7 @@ class Scripted(status_pb2_grpc.StatusServicer):
     def WatchLoad(
         self, request: status_pb2.WatchLoadRequest, context: grpc.ServicerContext
     ) -> Iterator[status_pb2.WatchLoadResponse]:
-        known = [status for status in self.loads if status.id == request.id]
+        known = [status for status in self.loads if request.id in (status.id, status.checkpoint_id)]
         if not known:
             context.abort(grpc.StatusCode.NOT_FOUND, f"no load {request.id}")
         for status in known:
@@ -459,6 +460,27 @@ def test_watch_without_a_save_takes_the_newest_under_way(serve: Serve) -> None:
     daemon = Scripted([other, UPLOADING], [[COMMITTED]])
     assert pannier("watch", "--address", serve(daemon)).code == 0
     assert daemon.asked[-1] == status_pb2.WatchSaveRequest(id=ID)
+
+
+def test_watch_of_a_prepared_save_is_a_success(serve: Serve) -> None:
+    daemon = Scripted(episodes=[[PREPARED]])
+    assert pannier("watch", PREPARED.id, "--address", serve(daemon)).code == 0
+
+
+def test_watch_without_a_save_takes_a_prepared_one_only_if_there_is_no_other(serve: Serve) -> None:
+    for saves, expected in (([PREPARED, COMMITTED], COMMITTED), ([PREPARED], PREPARED)):
+        daemon = Scripted(saves, [[expected]])
+        assert pannier("watch", "--address", serve(daemon)).code == 0
+        assert daemon.asked[-1] == status_pb2.WatchSaveRequest(id=expected.id)
+
+
+def test_watch_of_a_forgotten_save_does_not_turn_to_a_load_of_its_checkpoint(serve: Serve) -> None:
+    daemon = Scripted(episodes=[[UPLOADING]])
+    daemon.loads = [LOADED]
+    scale = {"PANNIER_TIME_SCALE": "0.05"}
+    result = pannier("watch", UPLOADING.checkpoint_id, "--address", serve(daemon), env=scale)
+    assert result.code == 1, result
+    assert f"no save {UPLOADING.checkpoint_id}" in result.err
 
 
 def test_watch_without_any_save_is_a_negative_answer(serve: Serve) -> None:

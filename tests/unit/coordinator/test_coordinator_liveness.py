@@ -13,6 +13,7 @@ from pannier.coordinator.liveness import HeartbeatMonitor, IncarnationWatch, Sid
 from pannier.coordinator.saves.participants import SidecarPeer
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import Save
+from pannier.coordinator.saves.save_view import status
 from pannier.coordinator.saves.states import State
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.v1 import records_pb2, save_pb2
@@ -334,3 +335,20 @@ def test_hosts_whose_sidecars_are_replaced_at_once_are_all_checked(
             host.peers.open_stream(name, f"new-{name}")
 
     assert losses_after(monkeypatch, happen, 2).keys() == {0, 1}
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_no_rank_is_logged_while_a_save_without_local_plans_waits_for_storage(
+    external: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = Watched()
+    save = watched.registry.enter(context(0, "/root/step"))
+    if external:
+        save.begin_external(save.context)
+    else:
+        save.resume()
+    save.wait_for_storage("503")
+    save.deadlines.first_seen -= 6
+    watched.monitor.check()
+    assert logged(caplog) == []
+    assert status(save).waiting_on.text == "storage at /root/step (503)"

@@ -13,12 +13,12 @@ import pytest
 from google.protobuf import json_format
 
 from pannier.attempts.manifests import publish
-from pannier.coordinator.commit.manifest import Manifest
+from pannier.coordinator.background.superseded import Sweeper
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.custom_planners import Planners
 from pannier.coordinator.planning.global_plan import GlobalPlan, make_global_plan
 from pannier.coordinator.saves.registry import ENDED_KEPT, Registry
-from pannier.coordinator.saves.save_task import SaveTasks
+from pannier.coordinator.saves.save_task import SaveTask, SaveTasks
 from pannier.coordinator.saves.save_view import status
 from pannier.coordinator.saves.states import PlanMode, State
 from pannier.coordinator.stores import Stores
@@ -30,6 +30,7 @@ from pannier.wire.errors import InvalidRequestError
 from support.actors.ranks_by_hand import (
     context,
     local_plan,
+    make_manifest,
     rank_plans,
     receipt_of,
     tensor,
@@ -68,6 +69,21 @@ def test_commit_is_in_doubt_until_the_decision_is_written() -> None:
         assert save.state is State.COMMITTED
         assert not save.outcome.failures
         assert await scene.plain.stat(object_names.METADATA) is not None
+
+    play(scenario)
+
+
+def test_a_durable_save_waits_for_storage_that_fails_before_its_decision() -> None:
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        scene.store.refused.add(object_names.metadata_candidate(attempt_of(save)))
+        await scene.make_durable(save)
+        await scene.reach(save, lambda: scene.store.tries >= 2)
+        assert not save.failing
+        assert "503" in status(save).waiting_on.text
+        scene.store.refused.clear()
+        await scene.reach(save, lambda: save.ended)
+        assert save.state is State.COMMITTED
 
     play(scenario)
 
@@ -309,7 +325,7 @@ def test_manifest_of_another_coordinator_is_used_if_it_is_of_our_plans(same: boo
         # Planned elsewhere, with another host's names.
         theirs = [RankPlan(p.rank, "elsewhere", p.digest, p.plan) for p in theirs]
         plan = make_global_plan(theirs, attempt.name)
-        manifest = Manifest.make(scene.context(), attempt, theirs, plan)
+        manifest = make_manifest(scene.context(), attempt, theirs, plan)
         await publish(scene.plain, manifest)
         save = await scene.planned()
         if same:
@@ -442,3 +458,72 @@ def test_receipts_that_no_sidecar_reported_count_at_the_end(given_up: str, reada
         assert save.state is State.COMMITTED
 
     play(scenario)
+
+
+def test_a_save_that_was_committed_is_not_failing_after_a_late_failure() -> None:
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        scene.store.refused.add(object_names.decision(attempt_of(save)))
+        await scene.make_durable(save)
+        await scene.reach(save, lambda: scene.store.tries >= 2)
+        save.fail(save_pb2.FAILURE_KIND_CLIENT, "late", 0)
+        assert save.failing
+        scene.store.refused.clear()
+        await scene.reach(save, lambda: save.ended)
+        assert (save.state, save.failing) == (State.COMMITTED, False)
+
+    play(scenario)
+
+
+def test_saves_are_cancelled_before_what_their_commits_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    committed, stop = Sweeper.committed, Sweeper.stop
+
+    async def scenario(scene: Scene) -> None:
+        save = await scene.planned()
+        writing, answered = asyncio.Event(), asyncio.Event()
+
+        async def write() -> None:
+            writing.set()
+            await answered.wait()
+
+        def begin(self: Sweeper, checkpoint_id: str) -> None:
+            calls.append("begun")
+            committed(self, checkpoint_id)
+
+        async def end(self: Sweeper) -> None:
+            await stop(self)
+            calls.append("stopped")
+            # A save that still runs is committed now.
+            answered.set()
+            for _ in range(200):
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(Sweeper, "committed", begin)
+        monkeypatch.setattr(Sweeper, "stop", end)
+        scene.store.before[object_names.METADATA] = write
+        await scene.make_durable(save)
+        await asyncio.wait_for(writing.wait(), BOUND_S)
+        await scene.tasks.stop()
+        assert calls == ["stopped"]
+
+    play(scenario)
+
+
+def test_an_internal_error_leaves_the_save_in_doubt_and_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(self: SaveTask) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(SaveTask, "_run_until_failing", fail)
+
+    async def scenario(scene: Scene) -> None:
+        save = scene.registry.enter(scene.context())
+        await scene.reach(save, lambda: save.state is State.IN_DOUBT)
+        assert "KeyError" in status(save).waiting_on.text
+
+    play(scenario)
+    assert "left IN_DOUBT: restart the coordinator, or run `pannier recover`" in caplog.text

@@ -5,6 +5,8 @@ import dataclasses
 import re
 import shutil
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,20 +149,46 @@ def test_plans_and_receipts_of_all_ranks_become_a_checkpoint(sockets: Path, tmp_
     assert decision.metadata_size == (place / ".metadata").stat().st_size
 
 
-def test_a_directory_that_is_another_one_on_another_host_holds_no_checkpoint(
+@asynccontextmanager
+async def unseen_receipt(
+    sockets: Path, place: Path
+) -> AsyncIterator[tuple[Sidecar, coordinator_pb2.RankReport, save_pb2.SaveId]]:
+    """A save whose second host has written its receipt, which isn't in this host's directory."""
+    async with coordinator(sockets) as client:
+        here, other = [await client.attach(f"node-{rank}") for rank in (0, 1)]
+        first, second = durable(str(place), await plan_both(client, str(place)))
+        await here.send(first)
+        await other.send_unstored(second)
+        yield other, second, context(0, str(place)).save
+
+
+def test_a_receipt_that_shows_late_in_a_shared_directory_is_waited_for(
     sockets: Path, tmp_path: Path
 ) -> None:
+    """As a client of NFS sees it, which remembers for a while that a file was missing."""
     place = tmp_path / "root" / "step-1"
 
     async def scenario() -> None:
-        async with coordinator(sockets) as client:
-            here, other = [await client.attach(f"node-{rank}") for rank in (0, 1)]
-            finals = await plan_both(client, str(place))
-            first, second = durable(str(place), finals)
-            await here.send(first)
-            # It has written to its own directory of this name.
-            await other.send_unstored(second)
-            status = await other.await_state(context(0, str(place)).save, ABORTED)
+        async with unseen_receipt(sockets, place) as (other, second, save):
+            await other.await_status(
+                save, lambda status: "isn't one directory" in status.waiting_on.text
+            )
+            await other.send(second)
+            await other.await_state(save, COMMITTED)
+
+    asyncio.run(scenario())
+    assert (place / ".metadata").exists()
+
+
+def test_a_directory_that_is_another_one_on_another_host_holds_no_checkpoint(
+    sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "DIRECTORY_CACHED_S", 0.1)
+    place = tmp_path / "root" / "step-1"
+
+    async def scenario() -> None:
+        async with unseen_receipt(sockets, place) as (other, _, save):
+            status = await other.await_state(save, ABORTED)
             (failure,) = status.failures
             assert failure.kind == save_pb2.FAILURE_KIND_STORAGE
             assert "isn't one directory for all hosts: what node-1 wrote" in failure.message
@@ -351,6 +379,8 @@ def test_rank_that_dies_while_planning_is_lost_at_once(sockets: Path, tmp_path: 
             assert {r: k for r, (k, _) in failures_of(caught.value).items()} == {
                 1: save_pb2.FAILURE_KIND_LOST
             }
+            cut = f"Plan call was cut off and not repeated within {timeouts.CALL_RETURN_S:g} s"
+            assert cut in str(caught.value)
 
     asyncio.run(scenario())
 
@@ -925,3 +955,24 @@ def test_incarnations_are_numbered_once_across_coordinators(tmp_path: Path) -> N
         daemons.coordinator.start()
         attempts += [asyncio.run(plan("aa", 2)), asyncio.run(plan("cc", 1))]
     assert [object_names.Attempt.parse(a).incarnation_number for a in attempts] == [1, 2, 1, 3]
+
+
+def test_a_duplicate_process_that_saves_elsewhere_after_the_commit_gets_the_disagreement(
+    sockets: Path, tmp_path: Path
+) -> None:
+    place = str(tmp_path / "root" / "step-1")
+    # Either rank's context may have been the first.
+    text = r"rank . .* saves to .*step-1, rank 1 \(host node-1\) saves to .*step-1-other"
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach()
+            finals = await plan_both(client, place)
+            await make_durable(sidecar, place, finals)
+            await sidecar.await_state(context(0, place).save, COMMITTED)
+            other = context(1, place)
+            _other_place(other)
+            with pytest.raises(InvalidRequestError, match=text):
+                await client.plan(other, halves(1))
+
+    asyncio.run(scenario())

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from pannier.coordinator.planning.columns import InvalidPlanError
@@ -56,6 +56,17 @@ class Secretive(DefaultSavePlanner):
         return plans, metadata
 
 
+class Repetitive(DefaultSavePlanner):
+    """Lists one shard twice in the metadata."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        tensor_metadata = metadata.state_dict_metadata["w"]
+        assert isinstance(tensor_metadata, TensorStorageMetadata)
+        tensor_metadata.chunks.append(tensor_metadata.chunks[1])
+        return plans, metadata
+
+
 class Noted(DefaultSavePlanner):
     """Keeps something of its own in the metadata."""
 
@@ -91,7 +102,7 @@ def test_named_planner_decides_who_writes() -> None:
     plan = Planners([named(ToHighestRank)]).make(plans_for(ToHighestRank), ATTEMPT)
     metadata = build_metadata(plan.metadata, storage_meta=None)
     items = [item.index.fqn for item in _items(plan)]
-    owners = sorted(zip(items, plan.owner, strict=True))
+    owners = sorted(zip(items, plan.assignment.owner.tolist(), strict=True))
     assert owners == [("alone", 0), ("b", 1), ("o", 1), ("w", 0), ("w", 1)]
     assert metadata.planner_data == {"w": ("w",)}
     files = {index.fqn: info.relative_path for index, info in metadata.storage_data.items()}
@@ -113,9 +124,11 @@ def test_default_planner_by_name_gives_the_same_metadata_as_ours() -> None:
     ours = make_global_plan(plans, ATTEMPT)
     one, two = (build_metadata(plan.metadata, storage_meta=None) for plan in (ours, theirs))
     assert one == two
-    assert sorted(zip(ours.owner, ours.position, strict=True)) == sorted(
-        zip(theirs.owner, theirs.position, strict=True)
-    )
+    places = [
+        sorted(zip(plan.assignment.owner.tolist(), plan.assignment.position.tolist(), strict=True))
+        for plan in (ours, theirs)
+    ]
+    assert places[0] == places[1]
 
 
 def test_planner_that_is_not_named_is_refused_with_the_flag() -> None:
@@ -133,6 +146,7 @@ def test_planner_that_is_not_named_is_refused_with_the_flag() -> None:
         (Inventive, "which isn't in that rank's own plan"),
         (Forgetful, "no rank is assigned to write it"),
         (Secretive, r"\['o'\], which the metadata doesn't list"),
+        (Repetitive, r"lists 'w' at torch.Size\(\[2\]\) more than once"),
         (Broken, "create_global_plan raised KeyError: 'oh'"),
     ],
 )

@@ -12,7 +12,7 @@ from pannier.coordinator.background.earlier_attempts import EarlierAttempts
 from pannier.coordinator.background.superseded import Sweeper
 from pannier.coordinator.stores import Stores
 from pannier.daemon.status_registry import StatusRegistry
-from pannier.storage import DeniedError, ObjectInfo, StorageError, Store
+from pannier.storage import DeniedError, HeldError, ObjectInfo, StorageError, Store
 from pannier.storage.base import limited
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
@@ -392,3 +392,27 @@ def test_what_sidecars_report_here_is_left_to_its_save(tmp_path: Path) -> None:
 
     run(tmp_path, story)
     assert not list(tmp_path.rglob(".metadata"))
+
+
+def test_what_a_hold_keeps_from_its_commit_is_left_and_the_hold_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_attempt(tmp_path / "step-3", LEFT, commit=False)
+    original = Counted.replace
+
+    async def replace(self: Counted, key: str, data: bytes, *, expected: str | None) -> ObjectInfo:
+        if key == object_names.METADATA:
+            raise HeldError(f"{key} is under a hold (event-based)")
+        return await original(self, key, data, expected=expected)
+
+    monkeypatch.setattr(Counted, "replace", replace)
+
+    async def story(scene: Scene) -> None:
+        await scene.begin()
+        # The coordinator may exit when it is idle.
+        await scene.done()
+        shown = scene.status.get(KEY)
+        assert shown.state == save_pb2.SAVE_STATE_IN_DOUBT
+        assert "under a hold (event-based)" in shown.failures[0].message
+
+    run(tmp_path, story)

@@ -20,7 +20,7 @@ from pannier.wire import object_names
 from pannier.wire.file_layout import lay_out
 from pannier.wire.plan_codec import build_metadata, decode_items
 from pannier.wire.plan_columns import decode_column, decode_mappings
-from support.actors.ranks_by_hand import local_plan, rank_plans, shard, tensor, thing
+from support.actors.ranks_by_hand import local_plan, make_manifest, rank_plans, shard, tensor, thing
 from support.plan_messages import changed_column
 
 ATTEMPT = "i1-a1-g00000000-s1"
@@ -106,10 +106,16 @@ def torchs(
     )
 
 
+def assigned(plan: GlobalPlan) -> list[tuple[int, int]]:
+    """By chunk: index of the plan of the rank that writes it, and its position there."""
+    assignment = plan.assignment
+    return list(zip(assignment.owner.tolist(), assignment.position.tolist(), strict=True))
+
+
 def written(plan: GlobalPlan, ranks: Sequence[Sequence[WriteItem]]) -> list[list[MetadataIndex]]:
     """Per rank the indices that it writes, in order."""
     out: list[list[MetadataIndex]] = [[] for _ in ranks]
-    for owner, position in sorted(zip(plan.owner, plan.position, strict=True)):
+    for owner, position in sorted(assigned(plan)):
         out[owner].append(ranks[owner][position].index)
     return out
 
@@ -158,9 +164,9 @@ def test_final_plans_place_items_as_the_layout_does(ranks: list[list[WriteItem]]
     plan, plans, metadata = ours(ranks, lowest=False)
     attempt = object_names.Attempt.parse(ATTEMPT)
     context = sidecar_pb2.SaveContext(save=save_pb2.SaveId(job="j"), ranks=range(len(ranks)))
-    manifest = Manifest.make(context, attempt, plans, plan)
+    manifest = make_manifest(context, attempt, plans, plan)
     assert Manifest.parse(manifest.data).plan_id == manifest.plan_id
-    assert Manifest.make(context, attempt, plans, plan).data == manifest.data
+    assert make_manifest(context, attempt, plans, plan).data == manifest.data
     for rank, items in enumerate(ranks):
         final = Manifest.parse(manifest.data).final_plan(rank)
         places = final.placement
@@ -192,7 +198,7 @@ def test_copies_are_balanced_by_bytes() -> None:
     items = [tensor(f"k{n}", size * 1000) for n, size in enumerate(sizes)]
     plan, plans, _ = ours([items] * 3, lowest=False)
     loads = [0, 0, 0]
-    for owner, position in zip(plan.owner, plan.position, strict=True):
+    for owner, position in assigned(plan):
         loads[owner] += decode_column(plans[owner].plan.body)[position]
     assert max(loads) - min(loads) <= 0.1 * max(loads)
 
@@ -202,7 +208,7 @@ def test_what_a_rank_holds_alone_counts_in_the_balance() -> None:
     other = shard("big", [50, 0], [50, 10], [100, 10])
     copies = [tensor(f"k{n}", 50) for n in range(8)]
     plan, _, _ = ours([[alone, *copies], [other, *copies], [*copies]], lowest=False)
-    counts = [plan.owner.count(rank) for rank in range(3)]
+    counts = [plan.assignment.owner.tolist().count(rank) for rank in range(3)]
     assert counts == [1, 1, 8]
 
 
@@ -211,12 +217,12 @@ def test_copies_within_one_plan_are_written_once() -> None:
     item = shard("w", [0], [2], [4], hint=0)
     copy = shard("w", [0], [2], [4], hint=1)
     plan, _, _ = ours([[item, copy], [shard("w", [2], [2], [4])]], lowest=False)
-    assert list(zip(plan.owner, plan.position, strict=True)) == [(0, 0), (1, 0)]
+    assert assigned(plan) == [(0, 0), (1, 0)]
 
 
 def test_empty_shard_gives_way_to_a_full_one_at_its_offset() -> None:
     plan, _, _ = ours([[shard("w", [0], [0], [4])], [shard("w", [0], [4], [4])]], lowest=True)
-    assert list(zip(plan.owner, plan.position, strict=True)) == [(1, 0)]
+    assert assigned(plan) == [(1, 0)]
 
 
 def test_one_rank_may_leave_gaps_as_in_dcp() -> None:
@@ -229,7 +235,7 @@ def test_one_rank_may_leave_gaps_as_in_dcp() -> None:
 
 def test_rank_without_items_takes_part() -> None:
     plan, _, metadata = ours([[], [tensor("w", 4)], []], lowest=False)
-    assert plan.owner == [1]
+    assert plan.assignment.owner.tolist() == [1]
     assert list(metadata.state_dict_metadata) == ["w"]
     plan, _, metadata = ours([[], []], lowest=False)
     assert metadata.state_dict_metadata == {}

@@ -10,7 +10,15 @@ from pannier.coordinator.planning.global_plan import make_global_plan
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
-from support.actors.ranks_by_hand import context, local_plan, rank_plans, shard, tensor, thing
+from support.actors.ranks_by_hand import (
+    context,
+    local_plan,
+    make_manifest,
+    rank_plans,
+    shard,
+    tensor,
+    thing,
+)
 from support.plan_messages import columns
 
 FIRST, SECOND = (
@@ -25,7 +33,7 @@ PLANS = rank_plans(
 
 
 def first() -> Manifest:
-    return Manifest.make(
+    return make_manifest(
         context(0, "/run/step-1"), FIRST, PLANS, make_global_plan(PLANS, FIRST.name)
     )
 
@@ -48,7 +56,7 @@ def test_plan_id_is_the_same_for_every_attempt_by_the_plan() -> None:
 def test_a_later_manifest_is_what_a_new_plan_would_make() -> None:
     plan = make_global_plan(PLANS, SECOND.name)
     members = [*PLANS]
-    made = Manifest.make(context(0, "/run/step-2", number=2), SECOND, members, plan)
+    made = make_manifest(context(0, "/run/step-2", number=2), SECOND, members, plan)
     later = Manifest.of(
         first().plan,
         context(0, "/run/step-2", number=2),
@@ -67,7 +75,7 @@ def test_plan_id_differs_when_a_rank_or_a_digest_does() -> None:
     for other in (replace(PLANS[1], digest="another"), replace(PLANS[1], rank=7)):
         plans = [PLANS[0], other]
         plan = make_global_plan(plans, FIRST.name)
-        ids.add(Manifest.make(context(0, "/run/step-1"), FIRST, plans, plan).plan_id)
+        ids.add(make_manifest(context(0, "/run/step-1"), FIRST, plans, plan).plan_id)
     assert len(ids) == 3
 
 

@@ -10,14 +10,20 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from pannier.client.loading.safe_unpickler import unpickle_metadata
-from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.commit.metadata import build_candidate, pickle_metadata
 from pannier.coordinator.commit.receipt_check import complete_metadata
 from pannier.coordinator.planning.global_plan import make_global_plan
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.plan_codec import MemoryFormat
-from support.actors.ranks_by_hand import context, local_plan, rank_plans, tensor, thing
+from support.actors.ranks_by_hand import (
+    context,
+    local_plan,
+    make_manifest,
+    rank_plans,
+    tensor,
+    thing,
+)
 
 ATTEMPT = object_names.Attempt(1, 1, object_names.group_name((0,)), "aa")
 
@@ -28,7 +34,7 @@ def committed() -> dict[str, bytes]:
         local_plan([tensor("w", 4, 2), tensor("b", 2, dtype=torch.bfloat16), thing("step")])
     )
     who = context(0, "/run/step-1", ranks=[0])
-    manifest = Manifest.make(who, ATTEMPT, plans, make_global_plan(plans, ATTEMPT.name))
+    manifest = make_manifest(who, ATTEMPT, plans, make_global_plan(plans, ATTEMPT.name))
     receipt = records_pb2.Receipt(rank=0)
     for number, position in enumerate(manifest.share(0).varying):
         receipt.varying.add(position=position, offset=number << 10, length=100)

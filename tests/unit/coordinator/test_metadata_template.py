@@ -21,7 +21,15 @@ from pannier.coordinator.commit.receipt_check import complete_metadata
 from pannier.coordinator.planning.global_plan import make_global_plan
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import object_names
-from support.actors.ranks_by_hand import context, local_plan, rank_plans, shard, tensor, thing
+from support.actors.ranks_by_hand import (
+    context,
+    local_plan,
+    make_manifest,
+    rank_plans,
+    shard,
+    tensor,
+    thing,
+)
 
 FIRST, SECOND = (
     object_names.Attempt(1, number, object_names.group_name((0, 1)), "aa") for number in (1, 2)
@@ -31,7 +39,7 @@ FIRST, SECOND = (
 def made(local: Sequence[plan_pb2.LocalPlan]) -> Manifest:
     plans = rank_plans(*local)
     who = context(0, "/run/step-1", ranks=range(len(plans)))
-    return Manifest.make(who, FIRST, plans, make_global_plan(plans, FIRST.name))
+    return make_manifest(who, FIRST, plans, make_global_plan(plans, FIRST.name))
 
 
 def receipts_of(manifest: Manifest) -> dict[int, records_pb2.Receipt]:

@@ -512,9 +512,23 @@ def test_one_rank_prepares_what_another_saves(sockets: Path, tmp_path: Path) -> 
     async def scenario(job: Job) -> None:
         saving = asyncio.create_task(job.plan(0, 2))
         await job.client.await_plans(job.place(2), 0)
-        with pytest.raises(SaveAbortedError, match="prepares its plan only"):
+        text = r"rank 1 calls prepare where the other ranks call async_save \(save number 2\)"
+        with pytest.raises(SaveAbortedError, match=text):
             await _prepare(job, 1, 2)
         with pytest.raises(SaveAbortedError):
             await saving
+
+    play(scenario, sockets, tmp_path)
+
+
+def test_one_rank_saves_what_another_prepares(sockets: Path, tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        preparing = asyncio.create_task(_prepare(job, 0, 2))
+        await job.client.await_plans(job.place(2), 0)
+        text = r"rank 1 calls async_save where the other ranks call prepare \(save number 2\)"
+        with pytest.raises(SaveAbortedError, match=text):
+            await job.plan(1, 2)
+        with pytest.raises(SaveAbortedError):
+            await preparing
 
     play(scenario, sockets, tmp_path)

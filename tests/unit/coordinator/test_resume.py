@@ -111,7 +111,7 @@ def test_a_timeout_in_planning_does_not_abort_what_another_has_planned(kind: str
         mine.plans.add(one.plans[0])
         theirs = await other.planned()
         if kind == "lost":
-            text = "its call of Plan broke off"
+            text = "its Plan call was cut off"
             mine.fail(save_pb2.FAILURE_KIND_LOST, text, 0, timed_out=True)
         else:
             mine.deadlines.plan = mine.deadlines.start
@@ -269,5 +269,21 @@ def test_the_earliest_deadline_of_the_ranks_counts_in_whatever_order_they_report
             # Once more, later.
             save.deadlines.report(0, 0, OVER)
             assert save.deadlines.start + 499 < save.deadline < save.deadlines.start + 600
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("where", ["root", "attempt"])
+def test_a_resumed_save_that_storage_does_not_answer_for_waits_for_no_rank(where: str) -> None:
+    async def scenario(one: Scene, other: Scene) -> None:
+        await one.planned()
+        other.store.unreadable = True
+        other.stores.unreachable = where == "root"
+        again = report_again(other, OVER, OVER)
+        await other.reach(again, lambda: "503" in again.storage_wait)
+        shown = status(again).waiting_on
+        assert shown.text.startswith(f"storage at {other.checkpoint_id} (")
+        # There is no deadline before storage answers.
+        assert (list(shown.ranks), shown.deadline_s) == ([], 0)
 
     play(scenario)

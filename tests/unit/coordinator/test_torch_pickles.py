@@ -10,7 +10,6 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from pannier.coordinator.commit import torch_pickles
-from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.commit.metadata import build_candidate
 from pannier.coordinator.commit.metadata_pickler import dump_metadata
 from pannier.coordinator.planning.dtypes import ITEM_BYTES, Dtype, dtype_named
@@ -19,7 +18,15 @@ from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError
 from pannier.wire.plan_codec import decode_properties
-from support.actors.ranks_by_hand import context, local_plan, rank_plans, shard, tensor, thing
+from support.actors.ranks_by_hand import (
+    context,
+    local_plan,
+    make_manifest,
+    rank_plans,
+    shard,
+    tensor,
+    thing,
+)
 
 DTYPES = {
     str(each).removeprefix("torch."): each
@@ -31,7 +38,7 @@ WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
 from pannier.coordinator import server
-from pannier.coordinator.commit.manifest import Manifest
+from pannier.coordinator.commit.manifest import Manifest, agree
 from pannier.coordinator.commit.metadata import build_candidate
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.custom_planners import Planners
@@ -45,7 +52,8 @@ plans = [
     RankPlan(rank, f"node-{rank}", f"digest-{rank}", plan_pb2.LocalPlan.FromString(bytes.fromhex(text)))
     for rank, text in enumerate(sys.argv[3:])
 ]
-manifest = Manifest.make(who, attempt, plans, Planners().make(plans, attempt.name))
+agreed = agree(plans, Planners().make(plans, attempt.name))
+manifest = Manifest.of(agreed, who, attempt, {plan.rank: plan.host for plan in plans})
 receipts = {rank: records_pb2.Receipt(rank=rank) for rank in range(len(plans))}
 for rank, receipt in receipts.items():
     for position in manifest.share(rank).varying:
@@ -127,7 +135,7 @@ def test_a_coordinator_plans_and_commits_where_torch_can_not_be_imported() -> No
     )
     assert not child.returncode, child.stderr.decode()
     plans = rank_plans(*local)
-    manifest = Manifest.make(who, ATTEMPT, plans, make_global_plan(plans, ATTEMPT.name))
+    manifest = make_manifest(who, ATTEMPT, plans, make_global_plan(plans, ATTEMPT.name))
     receipts = {rank: records_pb2.Receipt(rank=rank) for rank in (0, 1)}
     for rank, receipt in receipts.items():
         for position in manifest.share(rank).varying:

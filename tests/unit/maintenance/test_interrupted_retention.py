@@ -242,3 +242,61 @@ def test_without_metadata_but_unmarked_it_was_not_removed_by_pannier(root: Path)
     before = files_below(root / "step-1")
     assert retained(root) is None
     assert files_below(root / "step-1") == before
+
+
+def test_a_removal_whose_request_takes_effect_after_it_was_given_up_leaves_the_marks(
+    root: Path,
+) -> None:
+    """Else ``pannier recover`` would install it again."""
+
+    class Delayed(UnreliableStore):
+        generation: str | None = None
+
+        async def delete(self, key: str, *, generation: str | None = None) -> None:
+            if key == object_names.METADATA:
+                self.generation = generation
+                await refuse()
+            await super().delete(key, generation=generation)
+            if key == object_names.removal_mark(SECOND):
+                await self.inner.delete(object_names.METADATA, generation=self.generation)
+
+    def opener(url: str) -> Store:
+        store = open_store(url)
+        return Delayed(store) if url.endswith("step-1") else store
+
+    asyncio.run(retain(opener, str(root), Policy(newest=1), job="job", host="here"))
+    left = files_below(root / "step-1")
+    assert {object_names.removal_mark(FIRST), object_names.removal_mark(SECOND)} <= left
+    assert object_names.METADATA not in left
+    assert retained(root) is not None
+    assert not (root / "step-1").exists()
+
+
+def test_a_checkpoint_whose_removal_has_begun_takes_no_loadable_ones_place(root: Path) -> None:
+    """``pannier rm`` of the newest one was killed after its mark."""
+    write(root / "step-2" / object_names.removal_mark(OTHER), b'{"reason": "pannier rm"}')
+    outcome = retained(root)
+    assert outcome is not None
+    assert outcome.why == "newest"
+    assert not (root / "step-2").exists()
+
+
+def test_a_removal_that_has_begun_is_completed_though_a_rule_would_keep_the_checkpoint(
+    root: Path,
+) -> None:
+    write(root / "step-1" / object_names.removal_mark(SECOND), b'{"reason": "retention"}')
+
+    async def run() -> list[Outcome]:
+        return await retain(open_store, str(root), Policy(newest=5), job="job", host="here")
+
+    outcomes = {each.checkpoint.name: each for each in asyncio.run(run())}
+    assert not outcomes["step-1"].reasons
+    assert outcomes["step-2"].why == "newest"
+    assert not (root / "step-1").exists()
+
+
+@pytest.mark.parametrize("at", [object_names.METADATA, object_names.receipt(SECOND, 1)])
+def test_a_refusal_of_storage_is_in_the_outcome(root: Path, at: str) -> None:
+    outcome = retained(root, hooks={at: refuse})
+    assert outcome is not None
+    assert isinstance(outcome.error, StorageError)

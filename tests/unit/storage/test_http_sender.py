@@ -5,10 +5,11 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import web
@@ -16,10 +17,10 @@ from aiohttp import web
 from pannier.common import timeouts
 from pannier.storage import IntegrityError
 from pannier.storage.http_body import Body, FromSpool, Slices
-from pannier.storage.http_connection import Response
+from pannier.storage.http_connection import HttpConnection, Response
 from pannier.storage.http_sender import HttpSender
 from pannier.storage.source_reader import SourceReader
-from pannier.storage.upload_threads import UploadThreads
+from pannier.storage.upload_threads import Turn, UploadThreads
 from support.network.certificates import Authority, Files
 from support.processes.stretch import BOUND_S
 from support.storage.sources import FileSource, some_bytes
@@ -265,5 +266,58 @@ def test_a_peer_that_does_not_listen_is_an_error() -> None:
             peer.url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
         with pytest.raises(ConnectionRefusedError):
             await peer.put(Slices(b"x"))
+
+    run(test())
+
+
+class Answered:
+    """A body during which the rest of a response arrives."""
+
+    size = 5
+
+    def __init__(self, peer: socket.socket, rest: bytes) -> None:
+        self._peer, self._rest = peer, rest
+
+    def pieces(self, turn: Turn) -> Iterator[memoryview]:
+        self._peer.sendall(self._rest)
+        yield memoryview(b"bytes")
+
+
+@pytest.mark.parametrize("text", [b"refused", b""])
+def test_a_response_that_begins_before_the_head_was_sent_is_read_whole(text: bytes) -> None:
+    ours, theirs = socket.socketpair()
+
+    async def test() -> None:
+        connection = HttpConnection(ours, None, "store")
+        theirs.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n" % len(text))
+        body: Body = Answered(theirs, text) if text else Slices()
+        try:
+            response = await UploadThreads().run(
+                connection.exchange, "PUT", urlsplit("http://store/x"), {}, body
+            )
+            assert (response.status, response.body) == (403, text)
+            # The request was not sent whole.
+            assert not connection.reusable
+        finally:
+            connection.close()
+            theirs.close()
+
+    run(test())
+
+
+def test_a_connection_that_is_not_made_in_time_is_a_timeout_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def connect(self: HttpSender, place: object) -> HttpConnection:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(timeouts, "STORAGE_CONNECT_S", 0.02)
+    monkeypatch.setattr(HttpSender, "_connect", connect)
+
+    async def test() -> None:
+        async with Peer(None).running() as peer:
+            with pytest.raises(asyncio.TimeoutError, match="could not be connected to in time"):
+                await peer.put(Slices(b"x"))
 
     run(test())

@@ -392,3 +392,43 @@ def test_what_releases_is_done_though_its_caller_is_cancelled_first() -> None:
         assert await asyncio.to_thread(released.wait, BOUND_S)
 
     asyncio.run(scenario())
+
+
+class Refused:
+    """A thread that the operating system doesn't start."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+def test_calls_fail_that_wait_for_a_thread_that_cannot_be_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        pool = Threads("/dead", patience_s=0.0, threads=1)
+        gate, begun = threading.Event(), threading.Event()
+
+        def hang() -> None:
+            begun.set()
+            gate.wait()
+
+        hanging = asyncio.create_task(pool.run(hang))
+        await asyncio.to_thread(begun.wait)
+        queued = asyncio.create_task(pool.run(lambda: 7))
+        await asyncio.sleep(0)
+        with monkeypatch.context() as patched:
+            patched.setattr(io_threads, "Thread", Refused)
+            hanging.cancel()
+            await asyncio.wait({hanging})
+        assert hanging.cancelled()
+        with pytest.raises(StorageError, match="no thread for /dead can be started: can't start"):
+            await queued
+        # Other calls get a thread as soon as one can be started.
+        assert await pool.run(lambda: 7) == 7
+        gate.set()
+        await until(lambda: not pool.hung)
+
+    asyncio.run(scenario())

@@ -49,6 +49,9 @@ def test_a_caller_that_is_cancelled_cancels_the_calls() -> None:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
+            # As a call in a thread, whose end it awaits.
+            for _ in range(number):
+                await asyncio.sleep(0)
             cancelled.append(number)
             raise
 
@@ -60,5 +63,28 @@ def test_a_caller_that_is_cancelled_cancels_the_calls() -> None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert sorted(cancelled) == [0, 1, 2, 3]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("try_all", [False, True])
+def test_no_call_is_running_when_an_error_is_raised(try_all: bool) -> None:
+    running: set[int] = set()
+
+    async def call(number: int) -> None:
+        running.add(number)
+        try:
+            if number == 1:
+                raise OSError("1")
+            await asyncio.sleep(0.01)
+        finally:
+            # As a call in a thread, whose end a cancelled call awaits.
+            await asyncio.sleep(0)
+            running.discard(number)
+
+    async def main() -> None:
+        with pytest.raises(OSError, match="1"):
+            await for_each(call, range(4), try_all=try_all)
+        assert not running
 
     asyncio.run(main())

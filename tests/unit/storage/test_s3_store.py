@@ -6,12 +6,15 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pannier.common import timeouts
 from pannier.storage import ConflictError, DeniedError, NotFoundError, StorageError, open_store
 from pannier.storage.http_sender import HttpSender
+from pannier.storage.retry import TransientError
 from pannier.storage.s3.client import S3Connection
 from pannier.storage.s3.store import S3Store
 from pannier.storage.upload_threads import UploadThreads
@@ -359,3 +362,22 @@ def test_a_server_that_ignores_preconditions_of_deletes_is_refused(
         assert await store.list() == []
 
     run(server, body)
+
+
+def test_a_call_that_takes_too_long_says_for_how_long_it_had_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def hang(self: S3Connection, operation: str, arguments: Any) -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    monkeypatch.setattr(S3Connection, "_once", hang)
+    monkeypatch.setattr(timeouts, "STORAGE_CONNECT_S", 0.01)
+    monkeypatch.setattr(timeouts, "STORAGE_IDLE_S", 0.01)
+    fs: Any = SimpleNamespace(_s3creator=None)
+
+    async def main() -> None:
+        with pytest.raises(TransientError, match=r"^s3://bucket/x: no answer within 0 s$"):
+            await S3Connection(fs, None).call("get_object", what="s3://bucket/x")
+
+    asyncio.run(main())

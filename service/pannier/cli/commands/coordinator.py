@@ -42,7 +42,7 @@ DEFAULT_ADDRESS = "unix:///run/pannier/coordinator.sock"
     default=5,
     show_default=True,
     metavar="SECONDS",
-    help="Time without heartbeats after which a rank is shown as suspect.",
+    help="Time without heartbeats after which a rank is shown as unresponsive.",
 )
 @option(
     "--grace-superseded",

@@ -14,7 +14,7 @@ from pannier.common import timeouts
     "--runtime-dir",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIRECTORY",
-    help="Theirs.  [default: this user's, below /tmp]",
+    help="Runtime directory of the daemons.  [default: this user's, below /tmp]",
 )
 @click.option(
     "--timeout",

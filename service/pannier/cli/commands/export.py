@@ -139,7 +139,7 @@ def _run(arguments: dict[str, Any]) -> dict[str, Any]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # It removes what is half-written.
+            # On this signal, the worker removes its half-written files.
             preexec_fn=child_setup(os.getpid(), signal.SIGTERM),
         ) as worker,
         reading_bar() as bar,
@@ -149,7 +149,7 @@ def _run(arguments: dict[str, Any]) -> dict[str, Any]:
         task = bar.add_task("", total=None)
         report: dict[str, Any] = {}
         try:
-            # By a pipe: others may read command lines, and options may hold credentials.
+            # By a pipe: other users can read command lines, and options may contain credentials.
             with contextlib.suppress(BrokenPipeError):
                 worker.stdin.write(json.dumps(arguments) + "\n")
                 worker.stdin.flush()

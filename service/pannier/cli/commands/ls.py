@@ -41,6 +41,7 @@ def command(
 
     \b
     committed   it is whole and can be loaded
+    removing    its removal has begun: it can't be loaded any more
     foreign     it has a .metadata that Pannier didn't write
     aborted     every attempt ended without a checkpoint
     undecided   an attempt is running, or waits for its daemons to restart
@@ -105,7 +106,7 @@ def _reasons(kept: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
 async def _list(
     root: str, pattern: Pattern | None, options: dict[str, Any]
 ) -> tuple[list[Checkpoint], dict[str, Any]]:
-    """The checkpoints, and by job and name why retention kept them."""
+    """The checkpoints, and the reasons why retention kept them, by job and name."""
     store = open_store(root, storage_options=options)
     try:
         return await list_checkpoints(store, pattern), (await read_record(store)).get("kept", {})

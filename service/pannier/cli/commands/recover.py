@@ -34,7 +34,7 @@ class _Results:
     outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
     failures: Failures = field(default_factory=Failures)
     complete: bool = False
-    """All checkpoints were looked at."""
+    """All checkpoints were examined, without a storage error."""
 
 
 @click.command("recover")

@@ -7,9 +7,9 @@ from typing import Any
 import click
 from rich.text import Text
 
-from pannier.attempts.listing import list_checkpoints
+from pannier.attempts.listing import CheckpointState, list_checkpoints
 from pannier.cli import output
-from pannier.cli.errors import end_negative
+from pannier.cli.errors import OK, UNREACHABLE, Failures, end_negative
 from pannier.cli.options import (
     Location,
     option,
@@ -48,7 +48,9 @@ def command(
     The newest checkpoint, those without a number in their names, and those being
     read or written always stay; without --keep-newest, --keep-every or --keep-best
     all do. Other jobs' checkpoints are never removed. `pannier ls ROOT` shows the jobs.
-    Exit status 1 when the job has no checkpoints there.
+    A removal that an earlier run, or `pannier rm`, has begun is completed.
+    Exit status 1 when the job has no checkpoints there, 3 when storage refused an
+    operation: all else is removed.
 
     The JSON is a stable contract: per line "checkpoint" (its id), "time" (Unix
     time of the commit), "metrics", "kept_for" (the rules that keep it; empty:
@@ -77,8 +79,18 @@ def command(
     if as_json:
         for outcome in outcomes:
             output.print_json(_fields(root, outcome))
-        return
-    gone = "would be removed" if dry_run else "removed"
+    else:
+        _print(outcomes, dry_run=dry_run, wide=wide)
+    failures = Failures()
+    for outcome in outcomes:
+        if outcome.error is not None:
+            failures.add(outcome.error)
+    failures.report()
+    click.get_current_context().exit(UNREACHABLE if failures else OK)
+
+
+def _print(outcomes: list[Outcome], *, dry_run: bool, wide: bool) -> None:
+    removed = "would be removed" if dry_run else "removed"
     table = Table(
         Column("checkpoint", fit=Fit.PATH),
         Column("outcome"),
@@ -90,16 +102,24 @@ def command(
         checkpoint, stays = outcome.checkpoint, bool(outcome.reasons)
         table.add_row(
             checkpoint.name,
-            Text("stays" if stays else gone, style="green" if stays else "red"),
+            Text("stays" if stays else removed, style="green" if stays else "red"),
             output.size(checkpoint.size if stays else outcome.removed),
             output.ago(checkpoint.time),
-            outcome.why if stays else "no rule keeps it",
+            outcome.why if stays else _why_removed(outcome),
         )
     output.show(table, wide=wide)
 
 
+def _why_removed(outcome: Outcome) -> str:
+    if outcome.error is not None:
+        return "no rule keeps it; some of its files are left"
+    if outcome.checkpoint.state is CheckpointState.REMOVING:
+        return "its removal had begun"
+    return "no rule keeps it"
+
+
 async def _jobs(root: str, pattern: Pattern, options: dict[str, Any]) -> list[str]:
-    """The jobs with such checkpoints below ``root``."""
+    """The jobs with checkpoints below ``root`` that the pattern matches."""
     store = open_store(root, storage_options=options)
     try:
         found = await list_checkpoints(store, pattern)

@@ -1,6 +1,7 @@
 """``pannier up``: runs the supervisor with the command lines of a sidecar and its coordinator.
 
-Both are copies of this process, which has imported what both need: that takes as long as all the rest of their start.
+Both are copies of this process, which has imported what both need: the imports take as long as all the rest
+of their start.
 """
 
 import gc
@@ -75,7 +76,7 @@ _ROOM = 4 << 30
 @tls_options
 @option("--spool-budget", type=Size(), metavar="SIZE", help="Most bytes the spool may hold.")
 @peers_option
-# Of the certificates that the client makes for embedded daemons.
+# The name in the certificates that the client makes for embedded daemons.
 @click.option("--peers-name", hidden=True)
 @restore_budget_option
 @replicas_options
@@ -161,7 +162,8 @@ def command(
             raise click.UsageError(
                 "--replicas 1 needs --peers HOST:PORT, where the sidecars of other hosts send their replicas to"
             )
-        # A variable of trainers: these daemons are for jobs on this host alone, or no other host reaches it.
+        # PANNIER_REPLICAS is set for trainers; these daemons serve jobs on this host alone, or no other host
+        # reaches them.
         settings["replicas"] = 0
     variables = decisive_variables(os.environ)
     for name in ctx.params:
@@ -241,7 +243,7 @@ def _import_shared() -> None:
 
     for module in pkgutil.iter_modules(daemon.__path__, f"{daemon.__name__}."):
         importlib.import_module(module.name)
-    # What is shared isn't copied by the first garbage collection of each child.
+    # Otherwise the first garbage collection of each child would copy the shared memory.
     gc.collect()
     gc.freeze()
 
@@ -293,7 +295,7 @@ def default_spool(directory: Path, usual: Path) -> Path:
     if os.access(memory, os.W_OK):
         space = os.statvfs(memory)
         whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # A rank's state must fit twice, and hosts are as big as what they train.
+        # A rank's state must fit twice; a host's memory is in proportion to the states that it trains.
         if space.f_bavail * space.f_frsize >= min(_ROOM, whole // 4):
             name = f"pannier-{os.getuid()}-v{WIRE_VERSION}"
             if directory != usual.absolute() or "PANNIER_RUNTIME_DIR" in os.environ:

@@ -27,7 +27,8 @@ def command(
     *, save: str | None, address: str | None, wide: bool, as_json: bool, **tls: Path | None
 ) -> None:
     """Follow one save until it is committed (exit status 0) or aborted (1), or one load
-    until it has loaded (0) or failed (1).
+    until it has loaded (0) or failed (1). A save of `client.prepare` ends once its plan
+    is made (0).
 
     SAVE is an id from `pannier status`, of a save or a load, or a checkpoint id, which means its
     newest save, else its newest load; without it, the newest undecided save, else the newest
@@ -65,9 +66,15 @@ def command(
 
 def _changes(client: StatusClient, name: str) -> Iterator[Any]:
     """The statuses of a save, or else of a load."""
+    is_save = False
     try:
-        yield from (change.save for change in client.watch_save(name))
+        for change in client.watch_save(name):
+            is_save = True
+            yield change.save
     except UnknownNameError as unknown:
+        if is_save:
+            # A restarted daemon doesn't know the save any more.
+            raise
         try:
             yield from (change.load for change in client.watch_load(name))
         except (UnknownNameError, VersionMismatchError):
@@ -91,7 +98,7 @@ def _is_save(status: Any) -> bool:
 
 def _is_good(status: Any) -> bool:
     if _is_save(status):
-        return bool(status.state == save_pb2.SAVE_STATE_COMMITTED)
+        return status.state in (save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_PREPARED)
     return status is not None and bool(status.state == load_status_pb2.LOAD_STATE_LOADED)
 
 
@@ -99,7 +106,9 @@ def _newest(client: StatusClient) -> str:
     listed = client.list_saves(status_pb2.ListSavesRequest())
     undecided = [save.id for save in listed.saves if save.state not in TERMINAL]
     running = [load.id for load in listed.loads if load.state == load_status_pb2.LOAD_STATE_LOADING]
-    saves = [save.id for save in listed.saves]
+    # Of a prepared one only the plan was made.
+    ended = sorted(listed.saves, key=lambda save: save.state == save_pb2.SAVE_STATE_PREPARED)
+    saves = [save.id for save in ended]
     for names in (undecided, running, saves, [load.id for load in listed.loads]):
         if names:
             return names[0]

@@ -1,11 +1,11 @@
-"""What earlier starts of a job left undecided below a root: finished from storage alone.
+"""Finishes, from storage alone, the saves that earlier starts of a job left undecided below a root.
 
-In: the first save of an incarnation below a root. Out: each undecided attempt of the job's earlier
-incarnations ended: committed once all its receipts are in storage, or aborted by name once its own time
-is over, by the store's clock; one that was never planned a while after its last object, or after a save's default
-time if ranks have receipts, as in a save that torch plans. Status and log name
-them meanwhile. Attempts whose sidecars report to this coordinator are left to their save's task. One task for
-each root and incarnation. Event loop only.
+In: the first save of an incarnation below a root. Out: the end of each undecided attempt of the job's
+earlier incarnations: committed once all its receipts are in storage, or aborted, naming the missing ranks,
+once its deadline has passed by the store's clock. An attempt without a manifest is aborted a while after its
+last object, or after a save's default time if ranks have receipts, as in a save that torch plans. Status and
+log name these attempts meanwhile. Attempts whose sidecars report to this coordinator are left to their save's
+task. One task for each root and incarnation. Event loop only.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from pannier.maintenance.recover import (
     finish_attempt,
     lacks,
 )
-from pannier.storage import DeniedError, NotFoundError, ObjectInfo, StorageError, Store
+from pannier.storage import DeniedError, HeldError, NotFoundError, ObjectInfo, StorageError, Store
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
 from pannier.wire.errors import PannierError
@@ -66,7 +66,7 @@ class _Earlier:
     clock: float
     """The store's time at 0 of the monotonic clock."""
     deadline: float = 0.0
-    """When its time is over, on the monotonic clock."""
+    """When it is aborted unless it is complete, on the monotonic clock."""
     outcome: Outcome | None = None
     created_at: float = field(default_factory=time.time)
 
@@ -89,22 +89,22 @@ class _Earlier:
         return max(0.0, self.deadline - time.monotonic())
 
     def extend(self, seconds: float) -> None:
-        """Leaves it at least so many seconds from now."""
+        """Moves the deadline to at least so many seconds from now."""
         self.deadline = max(self.deadline, time.monotonic() + seconds)
 
     def update(self, found: Interrupted, objects: Sequence[ObjectInfo]) -> None:
-        """Takes what storage shows.
+        """Records what storage shows, and extends the deadline accordingly.
 
-        What was written lately has some time, even if the save's own is over: a sidecar may have been
-        started again to upload what its host had ingested.
+        An attempt with recent objects has some more time even if the save's own deadline has passed: a
+        restarted sidecar may be uploading what its host had ingested.
         """
         self.found = found
         now = time.monotonic() + self.clock
         self.extend(found.modified + timeouts.RESUMED_SAVE_S - now)
         if found.manifest is None:
-            # No rank of a plan of Pannier's writes a receipt before its manifest: torch has planned it, whose
-            # manifest comes after all receipts. Without one, its trainers have ended before it was planned:
-            # a sidecar that goes on with it reports it here.
+            # In a save that Pannier plans, the manifest precedes all receipts. So an attempt with receipts
+            # was planned by torch, whose manifest comes after all receipts. Without receipts, the trainers
+            # ended before the save was planned; a sidecar that continues such a save reports it here.
             receipts = object_names.receipts_prefix(found.attempt)
             if any(info.key.startswith(receipts) for info in objects):
                 self.extend(found.modified + timeouts.DEFAULT_SAVE_S - now)
@@ -145,11 +145,11 @@ class _Earlier:
 
 
 class EarlierAttempts:
-    """Finishes them in the background.
+    """Finishes the attempts of earlier starts in the background.
 
     Args:
         build: makes the bytes of ``.metadata``.
-        host: signs decisions.
+        host: recorded in decisions.
         is_known: whether sidecars have reported a save to this coordinator.
         sweeper: notified of commits.
     """
@@ -174,6 +174,7 @@ class EarlierAttempts:
         """Root, job and incarnation."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: OrderedDict[str, _Earlier] = OrderedDict()
+        self._stopped = False
 
     @property
     def busy(self) -> bool:
@@ -181,10 +182,10 @@ class EarlierAttempts:
         return bool(self._tasks)
 
     def begin(self, context: sidecar_pb2.SaveContext, attempt: object_names.Attempt) -> None:
-        """Looks for them once below the save's root; ``attempt`` is of its newest incarnation."""
+        """Looks for such attempts, once below the save's root; ``attempt`` is of the newest incarnation."""
         root, _ = object_names.split_checkpoint_id(context.checkpoint_id)
         key = (root, context.save.job, context.save.incarnation)
-        if key in self._begun:
+        if key in self._begun or self._stopped:
             return
         self._begun.add(key)
         incarnations = self._stores.earlier_incarnations(context, attempt)
@@ -192,7 +193,8 @@ class EarlierAttempts:
             self._spawn(self._finish_all(root, incarnations), root)
 
     async def stop(self) -> None:
-        """Leaves all as they are: the job's next start looks again."""
+        """Leaves all attempts as they are, for good: the job's next start looks for them again."""
+        self._stopped = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -215,7 +217,8 @@ class EarlierAttempts:
             _log.error("%s", what, exc_info=error)
 
     async def _finish_all(self, root: str, jobs: Mapping[str, str]) -> None:
-        found = await _retry(f"below {root}", lambda: self._find(root, jobs))
+        what = f"what earlier starts left below {root}"
+        found = await _retry(what, lambda: self._find(root, jobs))
         if found:
             _log.info(
                 "earlier starts of the job left %d saves below %s undecided; they are finished: %s",
@@ -227,10 +230,10 @@ class EarlierAttempts:
                 self._spawn(self._finish(each), each.checkpoint_id)
 
     async def _find(self, root: str, jobs: Mapping[str, str]) -> list[_Earlier]:
-        """Lists the root once, and examines what doesn't show as finished.
+        """Lists the root once, and examines the attempts that the listing doesn't show as finished.
 
         Args:
-            jobs: by id of an earlier incarnation.
+            jobs: names of the job by the ids of its earlier incarnations.
         """
 
         def save_of(name: str) -> save_pb2.SaveId:
@@ -248,7 +251,7 @@ class EarlierAttempts:
             found = []
             for name, objects in checkpoints.items():
                 attempts = {object_names.attempt_of(info.key) for info in objects} - {""}
-                # Deeper ones have other roots.
+                # Checkpoints further down have other roots.
                 if name and "/" not in name and any(map(wanted, attempts)):
                     checkpoint_id = f"{root}{'' if root.endswith('/') else '/'}{name}"
                     place = self._stores.open_root(checkpoint_id)
@@ -266,7 +269,7 @@ class EarlierAttempts:
         for checkpoint_id, each, objects in found:
             made = _Earlier(checkpoint_id, save_of(each.attempt), each, clock)
             made.update(each, objects)
-            # Sidecars on what earlier starts left may only just be starting.
+            # Sidecars on spools of earlier starts may only just be starting.
             made.extend(timeouts.RESUMED_SAVE_S)
             earlier.append(made)
         return earlier
@@ -299,7 +302,7 @@ class EarlierAttempts:
                 self._status_registry.remove(save_text(oldest.save))
 
     async def _await_end(self, store: Store, earlier: _Earlier) -> Outcome | None:
-        """Ends the attempt as soon as that can be; None: sidecars have reported it."""
+        """Ends the attempt as soon as possible; None: sidecars have reported it."""
         pause = timeouts.RESUME_CHECK_S
         while not self._is_known(earlier.save):
             if earlier.found.found is not Found.UNDECIDED or not earlier.seconds_left:
@@ -325,7 +328,10 @@ class EarlierAttempts:
         )
 
     async def _look(self, store: Store, earlier: _Earlier) -> Outcome | None:
-        """Updates what is found of it, by one listing while nothing is new; its end, if it has ended."""
+        """Reads the attempt's state again, by a single listing while it is unchanged.
+
+        Returns the outcome if the attempt has ended.
+        """
         name = earlier.found.attempt
         records = await store.list(object_names.attempt_prefix(name))
         there = {info.key for info in records}
@@ -347,26 +353,29 @@ class EarlierAttempts:
         return Outcome(earlier.found, End.COMMITTED if committed else End.ABORTED, causes)
 
     async def _retry(self, earlier: _Earlier, step: Callable[[], Awaitable[_Answer]]) -> _Answer:
-        # Sidecars can't upload meanwhile, either.
+        # While storage doesn't answer, sidecars can't upload, either.
         return await _retry(
-            earlier.label, step, lambda error: earlier.extend(timeouts.RESUMED_SAVE_S)
+            f"{earlier.label}, of an earlier start,",
+            step,
+            lambda error: earlier.extend(timeouts.RESUMED_SAVE_S),
         )
 
 
 async def _retry(
-    where: str,
+    what: str,
     step: Callable[[], Awaitable[_Answer]],
     on_error: Callable[[BaseException], None] = lambda error: None,
 ) -> _Answer:
-    """Runs a step until storage answers. Raises DeniedError and NotFoundError."""
+    """Runs a step until storage answers. Raises DeniedError, HeldError and NotFoundError."""
 
     def note(error: BaseException) -> None:
-        _log.warning("what earlier starts left %s can't be finished yet: %s", where, error)
+        _log.warning("%s can't be finished yet, retrying: %s", what, error)
         on_error(error)
 
     policy = RetryPolicy(
         retriable=lambda error: (
-            isinstance(error, StorageError) and not isinstance(error, (DeniedError, NotFoundError))
+            isinstance(error, StorageError)
+            and not isinstance(error, (DeniedError, HeldError, NotFoundError))
         ),
         first_s=timeouts.STEP_AGAIN_S,
         longest_s=timeouts.RESUME_LONGEST_CHECK_S,

@@ -16,10 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 class Retention:
-    """One task for each root and job that was committed to.
+    """One task for each root and job with a commit.
 
     Args:
-        host: signs removals.
+        host: recorded in removal marks.
     """
 
     def __init__(self, stores: Stores, policy: Policy, *, host: str) -> None:
@@ -30,7 +30,7 @@ class Retention:
         self._again: dict[tuple[str, str], str] = {}
         """The last committed attempt, where the root is to be checked again."""
         self._warned = False
-        """Whether the log has that a checkpoint doesn't match the pattern."""
+        """Whether it was logged that a checkpoint doesn't match the pattern."""
         self.failures = 0
         """Checks of a root that failed."""
 
@@ -38,7 +38,7 @@ class Retention:
         """Checks the root now, or again after the check that is running.
 
         Args:
-            attempt: the committed one; it and what is newer stay this time.
+            attempt: the committed one; its checkpoint and newer ones stay this time.
         """
         if not self._policy.limits:
             return
@@ -64,7 +64,7 @@ class Retention:
         task.add_done_callback(lambda ended: self._ended(key, ended))
 
     async def stop(self) -> None:
-        """Cancels what runs; the check after the next commit continues."""
+        """Cancels running checks; the check after the next commit finishes their work."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

@@ -1,8 +1,7 @@
-"""After a commit: marks what it superseded, and removes that after the grace period.
+"""After a commit: marks the attempts that it superseded, and removes them after the grace period.
 
-In: checkpoint ids of commits. Out: storage without superseded attempts. What a coordinator leaves when
-it ends is removed after the next commit there, or by ``pannier gc``.
-Event loop only.
+In: checkpoint ids of commits. Out: storage without superseded attempts. Attempts that are left when a
+coordinator ends are removed after the next commit there, or by ``pannier gc``. Event loop only.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ class Sweeper:
     """One task for each checkpoint id that has superseded attempts.
 
     Args:
-        grace_s: seconds that these stay, from when that was first seen.
+        grace_s: seconds that such attempts stay after they were first seen to be superseded.
     """
 
     def __init__(self, stores: Stores, *, grace_s: float = GRACE_S) -> None:
@@ -35,10 +34,10 @@ class Sweeper:
         self._limit = asyncio.Semaphore(_PARALLEL)
 
     def committed(self, checkpoint_id: str) -> None:
-        """Sweeps there now, and again as long as there is anything to wait for."""
+        """Sweeps the checkpoint id now, and again as long as superseded attempts wait for their removal."""
         former = self._tasks.pop(checkpoint_id, None)
         if former is not None:
-            # It only waits, or repeats what starts again here: each step is idempotent.
+            # The former task only waits, or does what the new one repeats: each step is idempotent.
             former.cancel()
         task = asyncio.get_running_loop().create_task(self._sweep(checkpoint_id))
         self._tasks[checkpoint_id] = task
@@ -51,7 +50,7 @@ class Sweeper:
             _log.error("sweeping %s failed", checkpoint_id, exc_info=error)
 
     async def stop(self) -> None:
-        """Drops all sweeps as they are."""
+        """Cancels all sweeps."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

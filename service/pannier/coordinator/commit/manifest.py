@@ -1,9 +1,9 @@
 """The plan manifest: the global plan as an object beside the checkpoint, and what follows from it.
 
 In: a global plan and the members of a save. Out: the object's bytes, each rank's final plan, and
-what each rank's receipt must say. Everybody reads these from the manifest alone, so a coordinator
-that finds another's manifest goes on from that one. Later saves by the same plan get manifests of
-their own, which share all of it but their header.
+what each rank's receipt must contain. All of this is read from the manifest alone, so a coordinator
+that finds another's manifest continues from that one. Later saves by the same plan get separate
+manifests, which share everything but the header.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,23 +18,9 @@ from pannier.wire.errors import IntegrityError
 
 
 class Manifest(ManifestRecord):
-    """A plan manifest that knows its plan. Immutable."""
+    """A plan manifest with its plan. Immutable."""
 
     _plan: AgreedPlan | None = None
-
-    @classmethod
-    def make(
-        cls,
-        context: sidecar_pb2.SaveContext,
-        attempt: object_names.Attempt,
-        members: Sequence[RankPlan],
-        plan: GlobalPlan,
-        *,
-        timeout_s: float = 0,
-    ) -> "Manifest":
-        """The manifest of a plan that Pannier made. CPU-bound; any thread."""
-        hosts = {each.rank: each.host for each in members}
-        return cls.of(agree(members, plan), context, attempt, hosts, timeout_s=timeout_s)
 
     @classmethod
     def of(
@@ -46,7 +32,7 @@ class Manifest(ManifestRecord):
         *,
         timeout_s: float = 0,
     ) -> "Manifest":
-        """The manifest of one more save by a plan that was agreed.
+        """The manifest of a save by an agreed plan that Pannier made. CPU-bound; any thread.
 
         Args:
             timeout_s: seconds that the save has left; 0: not known.
@@ -80,7 +66,7 @@ class Manifest(ManifestRecord):
 
     @property
     def plan(self) -> AgreedPlan:
-        """What this attempt has in common with others; read from storage, CPU-bound at first.
+        """The plan, which other attempts may have in common. Parsing one from storage is CPU-bound, once.
 
         Raises IntegrityError when the manifest contradicts itself.
         """
@@ -93,7 +79,7 @@ class Manifest(ManifestRecord):
                     members=[(member.rank, member.digest) for member in message.members],
                     names=[name.removeprefix(prefix) for name in message.metadata.files],
                     body=self.body or b"",
-                    # Who writes what of a plan of torch's isn't known.
+                    # The assignment of a plan of torch's isn't known.
                     assignment=read_assignment(
                         records_pb2.PlanManifest() if message.external else message
                     ),
@@ -114,7 +100,7 @@ class Manifest(ManifestRecord):
 
 
 def agree(members: Sequence[RankPlan], plan: GlobalPlan) -> AgreedPlan:
-    """The plan that these ranks' saves go by. CPU-bound; any thread."""
+    """The agreed plan of these ranks. CPU-bound; any thread."""
     who = [(each.rank, each.digest) for each in members]
     agreed = AgreedPlan(
         plan_id=plan_id_of(who, plan.names, plan.body),
@@ -123,7 +109,7 @@ def agree(members: Sequence[RankPlan], plan: GlobalPlan) -> AgreedPlan:
         body=plan.body,
         assignment=plan.assignment,
     )
-    # Its ranks are answered next.
+    # The answers to the ranks need these next.
     agreed.write_columns()
     return agreed
 

@@ -19,13 +19,13 @@ from pannier.coordinator.commit.receipt_check import (
 from pannier.coordinator.planning.dtypes import torch_for
 from pannier.coordinator.planning.plan_cache import AgreedPlan
 from pannier.v1 import plan_pb2, records_pb2
-from pannier.wire.errors import IntegrityError
+from pannier.wire.errors import IntegrityError, InvalidRequestError
 
 _log = logging.getLogger(__name__)
 
 
 def pickle_metadata(message: plan_pb2.GlobalMetadata, *, checkpoint_id: str, attempt: str) -> bytes:
-    """Bytes of ``.metadata`` as torch's readers take them, by torch itself. CPU-bound; any thread."""
+    """Bytes of ``.metadata`` as torch's readers take them, made with torch. CPU-bound; any thread."""
     with torch_for(f"the .metadata of {checkpoint_id}"):
         from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -48,7 +48,7 @@ def build_candidate(
 
 
 def _make_template(plan: AgreedPlan) -> MetadataTemplate | None:
-    """The template of all saves by this plan; None for a body that this version doesn't write."""
+    """The template of all saves by this plan; None for a body unlike those that this version writes."""
     try:
         return MetadataTemplate(plan)
     except (IndexError, KeyError, ValueError) as error:
@@ -57,7 +57,17 @@ def _make_template(plan: AgreedPlan) -> MetadataTemplate | None:
 
 
 def build_checked(manifest: bytes, receipts: Iterable[records_pb2.Receipt]) -> bytes:
-    """Bytes of ``.metadata`` from storage alone. Raises IntegrityError when a receipt doesn't fit."""
+    """Bytes of ``.metadata`` from storage alone.
+
+    Raises IntegrityError when a record is malformed, or a receipt doesn't fit.
+    """
+    try:
+        return _build(manifest, receipts)
+    except InvalidRequestError as error:
+        raise IntegrityError(f"the attempt's records are malformed: {error}") from error
+
+
+def _build(manifest: bytes, receipts: Iterable[records_pb2.Receipt]) -> bytes:
     plan = Manifest.parse(manifest)
     by_rank = {receipt.rank: receipt for receipt in receipts}
     for receipt in by_rank.values():

@@ -33,13 +33,13 @@ class MetadataPickler(pickle.Pickler):
     dispatch_table = {  # noqa: RUF012
         **copyreg.dispatch_table,
         TensorProperties: _reduce_properties,
-        # Python 3.11.2, Debian 12's, would have it looked up by getattr.
+        # Python 3.11.2 (Debian 12) would pickle the member as a call of getattr.
         MemoryFormat: _reduce_member,
     }
 
 
 def dump_metadata(value: Any, *, fast: bool = False) -> bytes:
-    """The pickle of a ``Metadata`` or a part of it; ``fast``: without references."""
+    """The pickle of a ``Metadata`` or a part of it; ``fast``: without memo references."""
     out = io.BytesIO()
     pickler = MetadataPickler(out, protocol=PROTOCOL)
     pickler.fast = fast

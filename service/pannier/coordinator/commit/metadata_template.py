@@ -1,9 +1,9 @@
-"""The bytes of ``.metadata`` of every save by one plan, but for what is the attempt's own.
+"""Makes the bytes of ``.metadata`` for every save by one plan, of which most are the same in all.
 
-In: the body of a plan's manifests. Out: a pickle of torch's ``Metadata``, as ``pickle.dumps`` of the
-same would load. Its objects are written as columns: one record of constant length per chunk, in which
-only references to what came before differ. Names of data files come first and ``storage_meta`` last,
-so that all in between is made once. Pure; any thread.
+In: the body of a plan's manifests. Out: a pickle of torch's ``Metadata``, which loads as the one of
+``pickle.dumps`` does. Its objects are written as columns: one record of constant length per chunk, in which
+only memo references and numbers differ. Names of data files come first and ``storage_meta`` last, so that
+everything in between is made once for the plan. Pure; any thread.
 """
 
 import struct
@@ -36,11 +36,11 @@ _TUPLES: Final = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
 class _Record(NamedTuple):
-    """Records of constant length: bytes that are the same in all, and the places of numbers."""
+    """A form of records of constant length: the bytes that all share, and the places of numbers."""
 
     text: bytes
     holes: Sequence[int]
-    """Where each number begins; all are little-endian, of these widths."""
+    """Where each number begins; all are little-endian, of the widths below."""
     widths: Sequence[int]
 
     def fill(self, *columns: Ints) -> Bytes:
@@ -55,7 +55,7 @@ class _Record(NamedTuple):
 
 
 def _record(*parts: bytes | int) -> _Record:
-    """From text and widths of numbers: 4 is a reference's or a number's, 8 a large number's."""
+    """Makes a form from text and, where a number goes, its width in bytes."""
     text, holes, widths = b"", [], []
     for part in parts:
         if isinstance(part, int):
@@ -71,33 +71,33 @@ _REFERENCE: Final = (b"j", 4)
 
 
 def _number(largest: int) -> tuple[bytes, int]:
-    """How a column of numbers up to this one is written."""
+    """Opcode and width of the numbers of a column whose largest is this one."""
     if largest < 1 << 16:
         return b"M", 2
     return (b"J", 4) if largest < 1 << 31 else (b"\x8a\x08", 8)
 
 
 class _Memo:
-    """What was written before, by number."""
+    """The pickle's memo: objects that were written before, by number."""
 
     def __init__(self) -> None:
         self.count = 0
         self.parts: list[bytes] = []
 
     def add(self, text: bytes) -> bytes:
-        """Writes an object that is only referred to later; returns how."""
+        """Writes an object for later reference only; returns the reference."""
         self.parts.append(text + _MEMOIZE + _POP)
         self.count += 1
         return self.reference(self.count - 1)
 
     @staticmethod
     def reference(number: int) -> bytes:
-        """What puts the object on the stack."""
+        """The bytes that put the object on the stack."""
         return b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
 
 
 class MetadataTemplate:
-    """Of one plan; raises ValueError when its body isn't what a plan's is."""
+    """The template of one plan. Raises ValueError when the plan's body is malformed."""
 
     def __init__(self, plan: AgreedPlan) -> None:
         items = _read_items(plan.body)
@@ -125,7 +125,7 @@ class MetadataTemplate:
         for fqn in items.tables.fqns:
             memo.add(plain(fqn))
         properties = [memo.add(torch_pickles.properties(each)) for each in items.tables.properties]
-        # Sizes are referred to by number; many chunks share theirs.
+        # Sizes are written once and then referred to: many chunks have the same.
         tensors = np.flatnonzero(items.kind != plan_pb2.ITEM_KIND_BYTE_IO)
         heads = items.firsts()
         sizes, which = _distinct(items, tensors, heads)
@@ -180,7 +180,7 @@ class MetadataTemplate:
             *_number(int(assigned.length.max(initial=0))),
             STATE,
         )
-        # Objects, and tensors whose place the receipt tells.
+        # Tensors whose place is in the receipt, as that of all objects is.
         varying = tensors[assigned.length[tensors] == 0]
         planned = assigned.length[tensors] > 0
         rows = tensors[planned]
@@ -311,9 +311,9 @@ class _Sizes(NamedTuple):
 
 
 def _distinct(items: _Items, tensors: Ints, heads: Ints) -> tuple[_Sizes, list[Ints]]:
-    """What there is of offsets and extents of the tensors' chunks, and of the keys' sizes.
+    """The distinct values of the offsets and extents of the tensors' chunks and of the keys' sizes.
 
-    Returns them, and for each of the three which one it is.
+    Returns them and, for each of the three columns, the number of each row's value.
     """
     keys = heads[items.tensor(heads)]
     uses = [(tensors, items.offset), (tensors, items.extent), (keys, items.size)]
@@ -343,7 +343,7 @@ def _shifts(uses: Sequence[tuple[Ints, Ints]]) -> list[int]:
 
 
 def _write_sizes(sizes: _Sizes, size_class: bytes) -> bytes:
-    """Each as an object that is only referred to later, in order."""
+    """Writes each size, in order, as an object for later reference only."""
     parts = []
     edges = np.flatnonzero(np.diff(sizes.ndim, prepend=-1, append=-1))
     for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):

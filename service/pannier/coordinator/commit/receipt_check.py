@@ -14,10 +14,10 @@ from pannier.wire.plan_columns import column_length, decode_column, encode_colum
 
 
 def check_receipt(manifest: Manifest, receipt: records_pb2.Receipt) -> None:
-    """Raises IntegrityError unless the receipt is what the plan asks of its rank.
+    """Raises IntegrityError unless the receipt fits the plan.
 
-    That is the same plan, the planned files in their planned sizes, a place for each item whose
-    size varies, and the file of its extra files, which no plan has.
+    It must name the same plan, the planned files in their planned sizes, a place for each item whose
+    size varies and, if the rank has any, the file of its extra files, which no plan has.
     """
     _check_identity(receipt, manifest.header.attempt, manifest.plan_id)
     share = manifest.share(receipt.rank)
@@ -54,10 +54,13 @@ def check_receipt(manifest: Manifest, receipt: records_pb2.Receipt) -> None:
 
 
 def check_external_receipt(attempt: str, receipt: records_pb2.Receipt) -> None:
-    """Raises IntegrityError unless names and attempt fit; all that can be checked of torch's plan."""
+    """Raises IntegrityError unless names and attempt fit: no more of torch's plan can be checked."""
     _check_identity(receipt, attempt, "")
     for name in _sizes(receipt):
-        object_names.check_data_file(name, attempt, receipt.rank)
+        try:
+            object_names.check_data_file(name, attempt, receipt.rank)
+        except InvalidRequestError as error:
+            raise _wrong(receipt, str(error)) from error
     _check_extra(receipt)
     if receipt.varying:
         raise _wrong(receipt, "it places items of a plan that Pannier doesn't know")

@@ -1,4 +1,4 @@
-"""torch's classes in a pickle, by their names: a commit needs no torch, whose import takes seconds.
+"""Pickles torch's classes by their names, so that a commit needs no torch, whose import takes seconds.
 
 In: names of dtypes and the like. Out: fragments of a pickle, each of which puts one object on the stack, as
 :mod:`~pannier.coordinator.commit.metadata_pickler` writes it. Pure; any thread.
@@ -13,7 +13,7 @@ from pannier.coordinator.planning.dtypes import ITEM_BYTES, torch_for
 from pannier.v1 import plan_pb2
 
 PROTOCOL: Final = 4
-"""Of pickle; torch's own writer uses it, and its readers of all versions know it."""
+"""Pickle's protocol: torch's own writer uses it, and torch's readers of all versions support it."""
 DCP_VERSION: Final = "1.0.0"
 """``CURRENT_DCP_VERSION`` of torch up to 2.15, where it has one."""
 
@@ -22,9 +22,9 @@ NEWOBJ: Final = b")\x81"
 REDUCE: Final = b"\x85R"
 """Class or function, and argument -> its result."""
 DICT: Final = b"}("
-"""An empty dict, whose items come."""
+"""An empty dict, and the mark before its items."""
 STATE: Final = b"ub"
-"""The items of an object's state, and that it is the state."""
+"""Adds the items since the mark to the dict, and makes the dict the object's state."""
 _TUPLE: Final = b"t"
 _MARK: Final = b"("
 _BUILD: Final = b"b"
@@ -39,7 +39,7 @@ _MEMORY_FORMATS: Final = {"contiguous_format": 0, "channels_last": 1, "preserve_
 
 
 def plain(value: Any) -> bytes:
-    """A value of Python's own types."""
+    """Pickles a value of Python's own types."""
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=PROTOCOL)
     # Without references, which count from the beginning of a pickle.
@@ -49,15 +49,15 @@ def plain(value: Any) -> bytes:
 
 
 def without_frame(pickled: bytes) -> bytes:
-    """A whole pickle without its begin and end: a fragment, if it was made without references."""
+    """A whole pickle without its header and end: a fragment, if it was made without references."""
     text = pickled[2:-1]
-    # A frame is 9 bytes: its length is that of all that follows, with the end.
+    # A frame's header has 9 bytes; it holds the length of all that follows, the end included.
     framed = text[:1] == b"\x95" and struct.unpack_from("<Q", text, 1)[0] == len(text) - 9 + 1
     return text[9:] if framed else text
 
 
 def named(module: str, name: str) -> bytes:
-    """What a module has by this name."""
+    """The attribute of this name of a module."""
     return plain(module) + plain(name) + b"\x93"
 
 

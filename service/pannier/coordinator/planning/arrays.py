@@ -36,7 +36,7 @@ def read_columns(columns: Sequence[bytes]) -> tuple[Ints, Ints]:
     for column, (begin, end) in zip(columns, pairwise(edges), strict=True):
         if begin < end:
             out[begin:end] = np.frombuffer(column, f"<u{column[0]}", offset=1)
-    # Those of 2^63 and above are negative here.
+    # Numbers of 2^63 and above are negative here.
     if len(out) and (int(out.min()) < 0 or int(out.max()) >= LARGEST):
         raise InvalidRequestError("a number is out of range")
     return out, counts

@@ -1,9 +1,9 @@
-"""Of the ranks that hold a chunk, the one that writes it: so that all write about the same bytes.
+"""Chooses, of the ranks that hold a chunk, the one that writes it, so that all write about as many bytes.
 
 In: :class:`Columns` and groups of rows that are one chunk. Out: a row of each group. Ranks that hold
 the same chunks are a *set* of holders: such a set's chunks go, the largest first, to the member with
-the fewest bytes so far. Sets that have no member in common don't depend on each other, so they are
-gone through side by side. Pure; any thread.
+the fewest bytes so far. Sets without a common member don't depend on each other, so they are processed
+side by side. Pure; any thread.
 """
 
 import heapq
@@ -16,7 +16,7 @@ from pannier.coordinator.planning.arrays import Ints, number_rows
 from pannier.coordinator.planning.columns import Columns
 
 _FEW: Final = 8
-"""So many sets are gone through one by one."""
+"""Fewer sets than this are processed one by one."""
 
 
 class _Set(NamedTuple):
@@ -30,18 +30,18 @@ class _Set(NamedTuple):
 
 def weights(columns: Columns) -> Ints:
     """Bytes of each row."""
-    # An object's size isn't known; like DCP, it counts as something.
+    # An object's size isn't known; as in DCP, it counts as one byte.
     weight = np.maximum(columns.kinds.nbytes, 1)
     return weight if columns.like is None else weight[columns.like]
 
 
 def balance(columns: Columns, order: Ints, first: Ints, load: Ints) -> Ints:
-    """One row per group: those that one rank holds alone, then the others by weight.
+    """Chooses one row per group: first for groups that one rank holds, then for the others by weight.
 
     Args:
         order: rows, by group; those of a group are of different plans, ascending.
-        first: where each group begins in it.
-        load: bytes that each rank writes besides; changed.
+        first: where each group begins in ``order``.
+        load: bytes that each rank writes besides; updated in place.
     """
     count = np.diff(np.r_[first, len(order)])
     chosen = order[first]
@@ -86,7 +86,7 @@ def _batches(sets: Sequence[_Set], plans: int) -> Iterator[list[_Set]]:
 
 
 def _of_one_size(sets: Sequence[_Set]) -> Iterator[list[_Set]]:
-    """Those with as many members."""
+    """Groups the sets by their number of members."""
     sizes: dict[int, list[_Set]] = {}
     for each in sets:
         sizes.setdefault(len(each.holders), []).append(each)
@@ -96,7 +96,7 @@ def _of_one_size(sets: Sequence[_Set]) -> Iterator[list[_Set]]:
 def _one_by_one(
     sets: Sequence[_Set], weight: Ints, load: Ints
 ) -> Iterator[tuple[Ints, "Ints | int"]]:
-    """Groups, and the place of the member that writes each; adds to ``load``."""
+    """Yields groups, and the place in its set of the member that writes each; adds to ``load``."""
     for holders, groups in sets:
         heap = list(zip(load[holders].tolist(), range(len(holders)), strict=True))
         heapq.heapify(heap)
@@ -113,7 +113,7 @@ def _one_by_one(
 
 
 def _side_by_side(sets: Sequence[_Set], weight: Ints, load: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """The same for sets of one size that have no common member."""
+    """As :func:`_one_by_one`, at once for sets of one size that have no common member."""
     sets = sorted(sets, key=lambda each: -len(each.groups))
     lengths = np.array([len(each.groups) for each in sets])
     groups = np.concatenate([each.groups for each in sets])

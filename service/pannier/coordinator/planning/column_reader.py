@@ -1,7 +1,7 @@
-"""From the local plans of a save's ranks to columns.
+"""Reads the local plans of a save's ranks into columns.
 
-In: messages, in the order of ranks. Out: :class:`Columns`, checked for what a row alone
-shows: columns that fit together, chunks within their tensor. Most ranks hold the same keys in
+In: messages, in the order of ranks. Out: :class:`Columns`, after the checks that need no other
+row: columns that fit together, chunks within their tensor. Most ranks hold the same keys in
 chunks of the same sizes: such plans are of one *kind*, which is read and checked once. Pure; any
 thread.
 """
@@ -49,7 +49,7 @@ def _number_kinds(contents: Iterator[object]) -> Ints:
     numbers: list[int] = []
     last: object = None
     for content in contents:
-        # Neighbours mostly are the same; to compare them is faster than to hash.
+        # Neighbours are mostly equal, and comparing is faster than hashing.
         if not numbers or content != last:
             number, last = known.setdefault(content, len(known)), content
         numbers.append(number)
@@ -154,7 +154,7 @@ def _spread(alike: Columns, kind: Ints, plans: Sequence[RankPlan], mappings: lis
 
 
 class _Spreading:
-    """Columns of kinds become columns of plans."""
+    """Expands a column of kinds to a column of plans."""
 
     def __init__(self, lengths: Ints, kind: Ints) -> None:
         ends = np.cumsum(lengths)
@@ -185,7 +185,7 @@ def _read_column(name: str, plans: Sequence[RankPlan]) -> tuple[Ints, Ints]:
 
 
 def _count_hints(plans: Sequence[RankPlan]) -> Ints:
-    """How many hints each of these plans has. DCP makes them again, so their values are unused."""
+    """How many hints each plan has. The global plan makes new ones, as DCP does: the values are unused."""
     counts = []
     for plan in plans:
         try:
@@ -255,7 +255,7 @@ class _Tables:
 def _resolve(index: Ints, plan: Ints, tables: Sequence[Ints]) -> Ints:
     """Numbers among those of all plans, from indices into each plan's own table."""
     counts = np.array([len(table) for table in tables], np.int64)
-    # Objects have index 0 also where a plan has no properties: what their number is doesn't matter.
+    # Objects have index 0 also where a plan has no properties; their number isn't used.
     flat = np.concatenate([*tables, np.zeros(1, np.int64)])
     found: Ints = flat[(np.cumsum(counts) - counts)[plan] + index]
     return found
@@ -264,7 +264,7 @@ def _resolve(index: Ints, plan: Ints, tables: Sequence[Ints]) -> Ints:
 def _problems(
     found: Mapping[str, tuple[Ints, Ints]], plan: Ints, is_object: Bools, tables: _Tables
 ) -> Iterator[tuple[str, Bools]]:
-    """What makes a plan malformed, and whether it is so, by plan; each rests on those before."""
+    """Yields what makes a plan malformed, and for which plans it holds; each check relies on those before."""
     counts = found["kind"][1]
     count = len(counts)
 
@@ -290,13 +290,13 @@ def _problems(
     properties = np.array([len(each.properties) for each in tables.plans])
     yield "its tensors have no properties", (properties == 0) & any_of(~is_object)
     yield "an item's key isn't there", any_of(found["fqn"][0] >= fqns[plan])
-    # Of an object without properties the number is 0.
+    # An object's number is 0 in a plan without properties.
     most = np.maximum(properties, 1)
     yield "an item's properties aren't there", any_of(found["property"][0] >= most[plan])
 
 
 def _measure(columns: Columns) -> None:
-    """Fills ``place``, ``reach`` and ``volume``, and checks the bounds they rest on."""
+    """Fills ``place``, ``reach`` and ``volume``, and checks the bounds that they rely on."""
     for rows, size, offset, extent in columns.by_ndim(np.arange(len(columns.fqn))):
         outside = (offset + extent > size).any(axis=1)
         if outside.any():

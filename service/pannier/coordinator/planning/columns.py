@@ -18,7 +18,7 @@ from pannier.wire.failures import rank_text, ranks_text
 
 
 class InvalidPlanError(InvalidRequestError):
-    """The ranks' plans are not one checkpoint together; ``failures`` names ranks where it can."""
+    """The ranks' plans don't form one checkpoint; ``failures`` names the ranks where they are known."""
 
     def __init__(self, message: str, ranks: Sequence["RankPlan"] = ()) -> None:
         blamed = [(plan.rank, plan.host) for plan in ranks] or [(-1, "")]
@@ -78,20 +78,20 @@ class Columns:
     place: Ints
     """The chunk's offset as one number, unique within a key; 0 for objects."""
     reach: Ints
-    """How far from there its last element is, counted in the same way; -1 for an empty chunk."""
+    """Distance from ``place`` to the chunk's last element, counted in the same way; -1 for an empty chunk."""
     volume: Ints
     """Elements of the chunk; 0 for objects."""
     mappings: list[int]
     """By plan: a number that plans with the same flatten mappings share."""
     alike: "Columns | None" = None
-    """The same of one plan, the first, of each kind; plans of a kind differ only in offsets. None:
-    no two plans are of a kind."""
+    """Columns of the first plan of each kind; plans of a kind differ only in offsets. None: no two plans
+    are of one kind."""
     like: Ints | None = None
-    """By row: the one of ``alike`` that it is like."""
+    """By row: the corresponding row of ``alike``."""
 
     @property
     def kinds(self) -> "Columns":
-        """What is the same in all plans of a kind is looked at here, once."""
+        """The columns for checks of what all plans of a kind have in common: each kind is in them once."""
         return self.alike or self
 
     @cached_property
@@ -132,7 +132,7 @@ class Columns:
         """``rows`` in portions of equal ``ndim`` > 0, with size, offset and extent as matrices.
 
         Args:
-            block: most rows of a portion, which are memory.
+            block: most rows of a portion, which bounds its memory.
         """
         ndim = self.ndim[rows]
         for d in np.flatnonzero(np.bincount(ndim, minlength=1)).tolist():
@@ -145,14 +145,14 @@ class Columns:
                 yield some, self.size[at], self.offset[at], self.extent[at]
 
     def shape(self, row: int) -> str:
-        """Chunk of a row, for people: ``[2, 4] at [0, 8] of [16, 8]``."""
+        """Chunk of a row, human-readable: ``[2, 4] at [0, 8] of [16, 8]``."""
         at = slice(int(self.start[row]), int(self.start[row] + self.ndim[row]))
         return (
             f"{self.extent[at].tolist()} at {self.offset[at].tolist()} of {self.size[at].tolist()}"
         )
 
     def dtype(self, row: int) -> str:
-        """Name of a row's dtype, for people."""
+        """Name of a row's dtype."""
         return self.properties[int(self.prop[row])].dtype
 
     def key(self, row: int) -> str:
@@ -160,14 +160,14 @@ class Columns:
         return repr(self.fqns[int(self.fqn[row])])
 
     def who(self, row: int) -> str:
-        """Rank of a row, for people."""
+        """Rank of a row, human-readable."""
         plan = self.plans[int(self.plan[row])]
         return rank_text(plan.rank, plan.host)
 
     def ranks(self, rows: Ints) -> str:
-        """Ranks of rows, for people."""
+        """Ranks of rows, human-readable."""
         return ranks_text(self.plans[int(index)].rank for index in np.unique(self.plan[rows]))
 
     def error(self, message: str, *rows: int) -> InvalidPlanError:
-        """An error that blames the ranks of ``rows``."""
+        """An error with a failure of each rank of ``rows``."""
         return InvalidPlanError(message, [self.plans[int(self.plan[row])] for row in rows])

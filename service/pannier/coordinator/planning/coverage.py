@@ -1,7 +1,7 @@
-"""Whether the chosen chunks of every tensor are the tensor: no gap, no overlap.
+"""Checks that the chosen chunks of every tensor make up the tensor: no gap, no overlap.
 
 In: :class:`Columns` and the rows to be written. Out: nothing, or an error. Pure; any thread.
-Empty chunks overlap nothing. Like DCP, a save of one rank alone may leave gaps: it may
+Empty chunks overlap nothing. As in DCP, a save of one rank alone may leave gaps: the rank may
 hold a part of a distributed tensor on purpose (``no_dist``).
 """
 
@@ -62,8 +62,8 @@ def _check_overlaps(columns: Columns, rows: Ints) -> None:
     reach = columns.reach[rows]
     if (full := reach >= 0).sum() < len(rows):
         rows, reach = rows[full], reach[full]
-    # Chunks from one number to another, with all others of their key before or after: most tensors
-    # are split along their first dimension.
+    # A chunk lies from ``place`` to ``place + reach``. In most keys these ranges don't intersect, as most
+    # tensors are split along their first dimension: such keys have no overlap.
     fqn, place = columns.fqn[rows], columns.place[rows]
     mixed = (fqn[1:] == fqn[:-1]) & (place[1:] <= place[:-1] + reach[:-1])
     if not mixed.any():
@@ -85,9 +85,9 @@ def _check_overlaps(columns: Columns, rows: Ints) -> None:
 
 
 def _check_line(columns: Columns, rows: Ints, offset: Ints, extent: Ints, along: Ints) -> None:
-    """Neighbours along a dimension don't overlap.
+    """Checks that neighbours along a dimension don't overlap.
 
-    That is enough for a key that is split along that one dimension; for the others it
+    That is enough for a key that is split along that one dimension; for other keys it
     finds some of the overlaps.
     """
     index = np.arange(len(rows))
@@ -110,7 +110,7 @@ def _check_line(columns: Columns, rows: Ints, offset: Ints, extent: Ints, along:
 
 
 def _check_boxes(columns: Columns, rows: Ints, offset: Ints, extent: Ints) -> None:
-    """Chunks of one key that is split along several dimensions."""
+    """Checks the chunks of one key that is split along several dimensions."""
     if _is_grid(offset, extent):
         return
     end = offset + extent
@@ -127,7 +127,7 @@ def _check_boxes(columns: Columns, rows: Ints, offset: Ints, extent: Ints) -> No
 
 
 def _is_grid(offset: Ints, extent: Ints) -> bool:
-    """Whether each chunk is one cell of the grid that all chunks' edges draw, and no cell is twice."""
+    """Whether each chunk is one cell of the grid of all chunks' edges, and no two are the same cell."""
     cell = np.zeros(len(offset), np.int64)
     for d in range(offset.shape[1]):
         edges = np.unique(np.r_[offset[:, d], offset[:, d] + extent[:, d]])

@@ -54,7 +54,7 @@ class _Assigned:
 
 
 def make_custom_plan(cls: type[SavePlanner], plans: Sequence[RankPlan], attempt: str) -> GlobalPlan:
-    """The global plan that the class makes. Raises InvalidPlanError; whatever it raises becomes one."""
+    """The global plan that the class makes. Raises InvalidPlanError, also for any exception of the class."""
     planner = _instance(cls)
     options = plans[0].plan.options
     planner.flatten_state_dict = options.flatten_state_dict
@@ -125,14 +125,19 @@ def _encode(
 ) -> GlobalPlan:
     message = metadata_columns(metadata)
     indices = [item.index for item in decode_items(message.items)]
+    listed: set[MetadataIndex] = set()
     for index in indices:
+        if index in listed:
+            raise InvalidPlanError(
+                f"{name} lists {index.fqn!r} at {index.offset} more than once in the metadata"
+            )
+        listed.add(index)
         if index not in assigned:
             raise InvalidPlanError(
                 f"{name} lists {index.fqn!r} at {index.offset} in the metadata, but no rank is assigned "
                 "to write it"
             )
-    unlisted = assigned.keys() - set(indices)
-    if unlisted or len(indices) != len(assigned):
+    if unlisted := assigned.keys() - listed:
         keys = sorted({index.fqn for index in unlisted})[:4]
         raise InvalidPlanError(f"{name} has ranks write {keys}, which the metadata doesn't list")
     owner = np.array([assigned[index].owner for index in indices], np.int64)

@@ -1,7 +1,7 @@
 """Planners that override global planning, named by the operator with ``--planner``.
 
-In: ``module:Class`` names, and the local plans of a save. Out: its global plan, also where its planner
-is one of them. Imports torch only if there is one. CPU-bound; any thread.
+In: ``module:Class`` names, and the local plans of a save. Out: the save's global plan, made by its custom
+planner if it has one. Imports torch only if a planner is named. CPU-bound; any thread.
 """
 
 import asyncio
@@ -49,10 +49,10 @@ class Planners:
         """The global plan of these ranks, which agree on their planner.
 
         Args:
-            kept: what ranks write in any case. Without effect on a planner of the user's, whose
-                answer to such a rank may then be another than it can take.
+            kept: by rank, the assignments of ranks that have staged already. A custom planner doesn't
+                get them, and may assign something else to such a rank, which it can't write.
 
-        Raises InvalidPlanError; whatever a custom planner raises becomes one.
+        Raises InvalidPlanError, also for any exception of a custom planner.
         """
         options = plans[0].plan.options
         if not options.custom_global_plan:
@@ -64,11 +64,11 @@ class Planners:
 
 
 async def in_own_thread(make: Callable[[], T]) -> T:
-    """``make()`` in a thread for it alone: when a user's code hangs there, nothing waits for the thread,
-    neither other plans nor the end of the process.
+    """Runs ``make()`` in a separate thread: when a user's code hangs there, neither other plans nor the end
+    of the process wait for it.
     """
     made: Future[T] = Future()
-    # Else a caller that is cancelled would cancel it, and the thread could not set it.
+    # Otherwise cancelling the caller would cancel the future, and the thread could not set its result.
     made.set_running_or_notify_cancel()
 
     def run() -> None:

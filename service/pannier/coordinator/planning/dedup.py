@@ -1,4 +1,4 @@
-"""Deduplication: for every chunk that several ranks hold, the one rank that writes it.
+"""Deduplication: chooses one rank to write each chunk that several ranks hold.
 
 In: :class:`Columns`. Out: the rows to be written, one per (key, offset), ascending. Pure;
 any thread. DCP's ``dedup_save_plans`` does the same with one Python object per item, and
@@ -39,7 +39,7 @@ def choose_rows(columns: Columns, *, to_lowest_rank: bool, kept: Kept | None = N
     try:
         _check_types(columns.kinds)
     except InvalidPlanError:
-        # Of all plans, so that all ranks are named.
+        # Checked again on all plans, so that the error names all ranks.
         _check_types(columns)
         raise
     order = columns.by_place
@@ -147,7 +147,7 @@ def _ranks(columns: Columns, plans: Ints) -> str:
 
 
 def _check_types(columns: Columns) -> None:
-    """Every row of a key agrees with the key's first row on what it is."""
+    """Checks that every row of a key has the type, dtype and size of the key's first row."""
     reference = first_of_each(columns.fqn, len(columns.fqns))[columns.fqn]
     is_object = columns.is_object
     differs = is_object != is_object[reference]
@@ -195,7 +195,7 @@ def _check_sizes(columns: Columns, reference: Ints) -> None:
 
 
 def _check_extents(columns: Columns, order: Ints, group: Ints) -> None:
-    """Rows of a group agree on the chunk's extent (empty ones are all alike)."""
+    """Checks that rows of a group agree on the chunk's extent; empty chunks are all alike."""
     reference = _spread(order, np.flatnonzero(np.diff(group, prepend=-1)))
     again = (reference != order) & (columns.volume[order] > 0)
     if columns.like is not None:

@@ -18,7 +18,7 @@ ITEM_BYTES: Final = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     "complex128": 16,
 }
-"""Bytes of an element; of 2.9 to 2.15."""
+"""Bytes of an element, for the dtypes of torch 2.9 to 2.15."""
 
 
 class Dtype(NamedTuple):
@@ -30,7 +30,10 @@ class Dtype(NamedTuple):
 
 
 def dtype_named(name: str) -> Dtype:
-    """Needs torch for a name that isn't known here. Raises InvalidRequestError when torch doesn't know it either."""
+    """Needs torch for a name that isn't known here.
+
+    Raises InvalidRequestError when torch doesn't know it either.
+    """
     size = ITEM_BYTES.get(name)
     if size is not None:
         return Dtype(name, size)

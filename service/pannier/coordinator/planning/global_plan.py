@@ -2,7 +2,7 @@
 
 In: the local plans of all ranks. Out: :class:`GlobalPlan`, what goes into the plan
 manifest: the template of ``.metadata``, who writes each of its chunks, and where. Pure
-and CPU-bound; runs in a thread. Where it differs from ``DefaultSavePlanner`` on purpose:
+and CPU-bound; runs in a thread. It differs from ``DefaultSavePlanner`` on purpose:
 copies are balanced by the bytes of the shard, largest first, and duplicates within one
 rank's plan are dropped.
 """
@@ -39,12 +39,12 @@ class GlobalPlan:
     """One entry per chunk of the checkpoint, in DCP's order: by rank, then by position."""
 
     attempt: str
-    """In which it is made; any other may go by it, too."""
+    """The attempt that it was made for; other attempts may use it, too."""
     names: list[str]
-    """Of the data files, without the attempt's."""
+    """Names of the data files, without the attempt's name."""
     assignment: Assignment
     body: bytes
-    """Of the plan's manifests."""
+    """The part that all manifests of the plan share."""
 
     @property
     def metadata(self) -> plan_pb2.GlobalMetadata:
@@ -53,16 +53,6 @@ class GlobalPlan:
         prefix = object_names.data_prefix(self.attempt)
         message.files.extend(prefix + name for name in self.names)
         return message
-
-    @property
-    def owner(self) -> list[int]:
-        """Index into the plans of the rank that writes it."""
-        return list(self.assignment.owner.tolist())
-
-    @property
-    def position(self) -> list[int]:
-        """In that rank's local plan."""
-        return list(self.assignment.position.tolist())
 
 
 def make_global_plan(
@@ -73,9 +63,9 @@ def make_global_plan(
     Args:
         plans: in the order of ranks; at least one.
         attempt: names the data files.
-        kept: by rank, what ranks write that have staged already.
+        kept: by rank, the assignments of ranks that have staged already.
 
-    Raises InvalidPlanError when the plans are not one checkpoint together.
+    Raises InvalidPlanError when the plans don't form one checkpoint.
     """
     options = plans[0].plan.options
     columns = read_columns(plans)
@@ -110,7 +100,7 @@ def make_body(manifest: records_pb2.PlanManifest, assignment: Assignment) -> byt
 
 
 def _rows_of(columns: Columns, kept: Mapping[int, Share]) -> Kept:
-    """The rows that ranks write in any case, and the indices of these ranks' plans."""
+    """The rows of the assignments ``kept``, and the indices of their ranks' plans."""
     ends = np.cumsum(np.bincount(columns.plan, minlength=len(columns.plans)))
     staged, rows = [], [np.zeros(0, np.int64)]
     for index, plan in enumerate(columns.plans):
@@ -121,7 +111,7 @@ def _rows_of(columns: Columns, kept: Mapping[int, Share]) -> Kept:
 
 
 class Slots(NamedTuple):
-    """Lengths of archives, by item; a head of 0: it has no planned slot."""
+    """Lengths of archives, by item; an item with a head of 0 has no planned slot."""
 
     head: Ints
     body: Ints
@@ -131,7 +121,7 @@ class Slots(NamedTuple):
 def place_items(
     ranks: Sequence[int], owner: Ints, position: Ints, slots: Slots
 ) -> tuple[list[str], Assignment]:
-    """Names of the data files, and where the items lie, which owners write in order of position.
+    """Names of the data files, and the places of the items, which owners write in order of position.
 
     Args:
         ranks: by index, as ``owner`` has them.
@@ -163,7 +153,7 @@ def place_items(
 
 
 class _Places(NamedTuple):
-    """Where a rank's items lie, by item; files are counted from its first one on."""
+    """The places of a rank's items, by item; files are counted from the rank's first one on."""
 
     file: Ints
     offset: Ints
@@ -219,7 +209,7 @@ def _write_items(columns: Columns, chosen: Ints, out: plan_pb2.Items) -> None:
 
 
 def _count_within(columns: Columns, chosen: Ints) -> Ints:
-    """For each chosen row, how many come before it that have its key."""
+    """For each chosen row, how many chosen rows of its key come before it."""
     order = columns.by_key
     wanted = np.zeros(len(order), np.bool_)
     wanted[chosen] = True
@@ -232,7 +222,7 @@ def _count_within(columns: Columns, chosen: Ints) -> Ints:
 
 
 def merge_mappings(plans: Sequence[RankPlan], alike: Sequence[int]) -> plan_pb2.FlattenMappings:
-    """DCP's ``dict(ChainMap(*mappings))``: the first rank's path wins; its order, too.
+    """As DCP's ``dict(ChainMap(*mappings))``: the first rank's path wins; the keys have the same order.
 
     Args:
         alike: by plan, a number that plans with the same mappings share.

@@ -1,7 +1,7 @@
-"""What every save by one global plan has in common, whatever its attempt.
+"""Agreed global plans, with what all saves by one of them have in common, and a cache of them.
 
-In: who writes which chunk, and where. Out: each rank's final plan, and what it must report.
-A plan that was agreed is kept, and later saves go by it. Immutable; any thread.
+In: who writes which chunk, and where. Out: each rank's final plan, and what its receipt must have.
+A plan that was agreed is kept, and later saves may use it. Immutable; any thread.
 """
 
 from collections import OrderedDict
@@ -48,9 +48,9 @@ class Share:
     """Chunks of the checkpoint."""
     positions: Ints
     files: dict[str, int] = field(default_factory=dict)
-    """Sizes by name without the attempt's; 0 for the objects file, whose size the receipt tells."""
+    """Sizes by name, without the attempt's; 0 for the objects file, whose size is in the receipt."""
     varying: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """By position: row and file of the items whose place the receipt tells."""
+    """By position: row and file of the items whose place is in the receipt."""
 
 
 class _Files(NamedTuple):
@@ -61,7 +61,7 @@ class _Files(NamedTuple):
     sizes: Ints
     """Bytes of the planned slots."""
     spans: dict[int, tuple[int, int]]
-    """By rank: which of these files are its own."""
+    """By rank: begin and end of its range of these files."""
     of_item: Ints
     """Which of these files each item is in; items by member and position."""
 
@@ -90,7 +90,7 @@ class AgreedPlan:
     Args:
         members: ranks and digests of their local plans, in order.
         names: of the data files, without the attempt's.
-        body: what all its manifests have in common.
+        body: the part that all its manifests share.
 
     Raises IndexError, ValueError when these contradict each other.
     """
@@ -129,7 +129,7 @@ class AgreedPlan:
         self._varying = {
             rank: varying[cuts[index] : cuts[index + 1]] for index, (rank, _) in enumerate(members)
         }
-        """By rank: indices into the order of ranks of what has no planned place."""
+        """By rank: indices into ``_order`` of its items without a planned place."""
         self._shares: dict[int, Share] = {}
         self._columns: list[plan_pb2.FinalPlan] | None = None
 
@@ -190,7 +190,7 @@ class AgreedPlan:
         return final
 
     def write_columns(self) -> list[plan_pb2.FinalPlan]:
-        """Positions and placement of all final plans, by member. CPU-bound at first."""
+        """Positions and placement of all final plans, by member. The first call is CPU-bound."""
         if self._columns is None:
             assignment, order = self.assignment, self._order
             starts = np.array([start for start, _ in self._files.spans.values()], np.int64)
@@ -198,7 +198,7 @@ class AgreedPlan:
             columns = np.stack(
                 (self._positions, file, assignment.offset[order], assignment.length[order])
             )
-            # Most members write the same.
+            # The columns of most members are equal.
             known: dict[bytes, plan_pb2.FinalPlan] = {}
             self._columns = []
             for start, end in self._spans.values():
@@ -231,7 +231,7 @@ def _check(assignment: Assignment, members: int, names: int) -> None:
 
 
 class _Line(NamedTuple):
-    """Saves that go by the same plans."""
+    """Key of the saves that may share plans."""
 
     job: str
     incarnation: str
@@ -246,7 +246,7 @@ _KEPT_BYTES: Final = 256 << 20
 
 
 class PlanCache:
-    """Agreed plans that later saves may go by, the newest last. Event loop only."""
+    """Agreed plans that later saves may use, the newest last. Event loop only."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[_Line, str], AgreedPlan] = OrderedDict()

@@ -1,7 +1,7 @@
-"""Admits a rank to a save: with its local plan, or with a claim to go by a cached plan.
+"""Admits a rank to a save: with its local plan, or with a claim to use a cached plan.
 
-In: what a rank hands in, by a call or by its sidecar's report. Out: a save that has it, or that fails
-because of it. Event loop only; no I/O but for symbolic links.
+In: a rank's plan or claim, from its call or its sidecar's report. Out: a save that has recorded it, or that
+fails because of it. Event loop only; no I/O but for symbolic links.
 """
 
 from typing import Final
@@ -16,7 +16,8 @@ from pannier.coordinator.stores import Stores
 from pannier.v1 import save_pb2
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 
-_CALLS: Final = {PlanMode.PREPARE: "prepares its plan only", PlanMode.SAVE: "saves"}
+_CALLS: Final = {PlanMode.PREPARE: "prepare", PlanMode.SAVE: "async_save"}
+"""The client's functions."""
 
 
 def check_destination(save: Save, stores: Stores, rank: int) -> None:
@@ -38,7 +39,7 @@ def admit(save: Save, given: RankPlan | CachedPlanClaim, *, mode: PlanMode = Pla
         mode: SAVE or PREPARE, as the rank called.
 
     Raises:
-        SaveAbortedError: the save is failing, perhaps because of this.
+        SaveAbortedError: the save is failing, perhaps because of this plan or claim.
         InvalidRequestError: the save takes no plans.
     """
     if save.failing:
@@ -52,8 +53,9 @@ def admit(save: Save, given: RankPlan | CachedPlanClaim, *, mode: PlanMode = Pla
     try:
         if save.mode is not mode:
             raise DisagreementError(
-                f"rank {given.rank} {_CALLS[mode]}, the others call it save number "
-                f"{save.context.save.number} and do otherwise: every rank must make the same calls",
+                f"rank {given.rank} calls {_CALLS[mode]} where the other ranks call "
+                f"{_CALLS[save.mode]} (save number {save.context.save.number}): every rank must make "
+                "the same calls in the same order",
                 (given.rank, given.host),
             )
         if save.manifest is not None:
@@ -68,9 +70,9 @@ def admit(save: Save, given: RankPlan | CachedPlanClaim, *, mode: PlanMode = Pla
 
 
 def _check_late(manifest: Manifest, given: RankPlan | CachedPlanClaim) -> None:
-    """Checks what a rank sends after the plan was agreed, as again when the answer got lost.
+    """Checks a plan or claim that arrives after the plan was agreed, as when an answer was lost.
 
-    What a claim of another plan means, the save's task finds out.
+    The save's task finds out whether a claim of another plan can be confirmed.
     """
     known = manifest.plan.digests.get(given.rank) == given.digest
     if isinstance(given, CachedPlanClaim):

@@ -1,4 +1,4 @@
-"""Waiting for a save: its deadlines, and the changes that wake those who wait.
+"""A save's deadlines, and notification of the coroutines that wait for its changes.
 
 In: remaining times as ranks report them, and notifications of changes. Out: deadlines on the monotonic
 clock, and waits that end by a change or a deadline. Event loop only; no I/O.
@@ -54,7 +54,7 @@ class Deadlines:
         return max(0.0, self.commit - time.monotonic())
 
     def note_recovered(self) -> None:
-        """Records that storage has shown what it holds of a resumed save."""
+        """Records that the state of a resumed save was read from storage."""
         if self._recovered_at is None:
             self._recovered_at = time.monotonic()
 
@@ -62,15 +62,15 @@ class Deadlines:
     def resumed_commit(self) -> float:
         """The deadline of a resumed save.
 
-        It may be past the deadline of its ranks and durable all the same, as only storage can show:
-        it gets ``timeouts.RESUMED_SAVE_S`` from that moment on, and has no deadline before.
+        The save may be durable although the deadline of its ranks has passed, which only storage shows. It
+        gets ``timeouts.RESUMED_SAVE_S`` once its state was read from storage, and has no deadline before.
         """
         since = time.monotonic() if self._recovered_at is None else self._recovered_at
         return max(self.commit, since + timeouts.RESUMED_SAVE_S)
 
 
 class Changes:
-    """Coroutines that wait for a change of one save, and what is called after each change."""
+    """Coroutines that wait for a change of one save, and the function that is called after each change."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change

@@ -16,9 +16,9 @@ from pannier.attempts.commit import SupersededError, carry_out, prepare_commit
 from pannier.attempts.decisions import decide, decider, new_decision
 from pannier.attempts.manifests import exists, publish
 from pannier.attempts.metadata_swap import OccupiedError, RemovedError
-from pannier.attempts.receipts import check_shared_directory, find_lost
+from pannier.attempts.receipts import LostError, check_shared_directory, find_lost
 from pannier.common import timeouts
-from pannier.common.deadline import within
+from pannier.common.deadline import Deadline, within
 from pannier.common.retry import RetryPolicy
 from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.background.superseded import Sweeper
@@ -30,7 +30,7 @@ from pannier.coordinator.planning.plan_cache import PlanCache
 from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.states import AttemptState, State
 from pannier.coordinator.stores import Stores
-from pannier.storage import DeniedError, NotFoundError, StorageError, Store
+from pannier.storage import DeniedError, HeldError, NotFoundError, StorageError, Store
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import (
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 REFUSED: Final = (DeniedError, NotFoundError)
-"""Storage has answered, and has written nothing."""
+"""Errors with which storage has answered, so that nothing was written."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Services:
     """What the tasks of all saves share.
 
     Args:
-        host: signs decisions.
+        host: recorded in decisions.
         threads: for planning and for the metadata.
-        spawn: runs a coroutine in a task of its own that ends with the coordinator.
+        spawn: runs a coroutine in a separate task that ends with the coordinator.
         on_newest: called with each new save whose incarnation is the job's newest below the root.
     """
 
@@ -92,11 +92,22 @@ class AttemptEnd:
             raise
 
     async def decide_commit(self, store: Store) -> records_pb2.Decision:
-        """Decides the commit of a save whose ranks are all durable; returns the decision in storage."""
+        """Decides the commit of a save whose ranks are all durable; returns the decision in storage.
+
+        Waits for storage as long as that takes: whatever this process can't do now, the job's next coordinator
+        could.
+        """
+        save = self._save
+        save.wait_for_storage()
+        proposal = await self._retry_until_answered(lambda: self._propose_commit(store), store)
+        save.move_attempt(AttemptState.DECIDING)
+        return await retry_until_known(save, lambda: decide(store, proposal))
+
+    async def _propose_commit(self, store: Store) -> records_pb2.Decision:
+        """Checks that the save can be committed, and publishes what the COMMIT needs. Idempotent."""
         save = self._save
         assert save.attempt is not None
         attempt = save.attempt
-        save.wait_for_storage()
         receipts = save.participants.receipts
         await check_shared_directory(
             store, attempt.name, save.participants.hosts, here=self._services.host
@@ -107,7 +118,7 @@ class AttemptEnd:
         data = await self._services.in_thread(
             lambda: build_candidate(manifest, receipts, checkpoint_id=save.context.checkpoint_id)
         )
-        proposal = await prepare_commit(
+        return await prepare_commit(
             store,
             save=save.context.save,
             attempt=attempt,
@@ -117,8 +128,26 @@ class AttemptEnd:
             host=self._services.host,
             overwrite=manifest.header.overwrite,
         )
-        save.move_attempt(AttemptState.DECIDING)
-        return await retry_until_known(save, lambda: decide(store, proposal))
+
+    async def _retry_until_answered(
+        self, step: Callable[[], Awaitable[_Answer]], store: Store
+    ) -> _Answer:
+        """Runs a step until storage answers. Raises the errors with which it has."""
+        save = self._save
+        shown_by: Deadline | None = None
+
+        def is_retriable(error: BaseException) -> bool:
+            nonlocal shown_by
+            if isinstance(error, LostError):
+                shown_by = shown_by or Deadline(timeouts.DIRECTORY_CACHED_S)
+                return store.host_local and not shown_by.passed
+            return isinstance(error, StorageError) and not isinstance(error, (*REFUSED, HeldError))
+
+        def note(error: BaseException) -> None:
+            _log.warning("%s: its commit waits for storage: %s", save.label, error)
+            save.wait_for_storage(error)
+
+        return await _policy(is_retriable, note).run(step)
 
     async def _publish_external(self, store: Store) -> Manifest:
         """Publishes the manifest of torch's plan, once its metadata and all receipts have arrived."""
@@ -128,9 +157,9 @@ class AttemptEnd:
         attempt, receipts = save.attempt, save.participants.receipts
         hosts = save.participants.hosts
         await self._services.in_thread(lambda: check_external_metadata(metadata, receipts))
-        # It has had no manifest, whose absence would show that the attempt was removed meanwhile.
+        # The attempt has had no manifest, whose absence would show that it was removed meanwhile.
         if lost := await find_lost(store, attempt.name, receipts.values()):
-            raise StorageError(
+            raise LostError(
                 f"files or receipts of ranks {lost} are no longer in {store.url}: "
                 f"{attempt.name} was given up and removed before it could be committed"
             )
@@ -181,7 +210,7 @@ class AttemptEnd:
         self._services.spawn(self._remove_again(decision), save.key)
 
     def _note_decider(self, decision: records_pb2.Decision) -> None:
-        """Notes a decision that this process of the coordinator has not written."""
+        """Sets the save's note if another process has written the decision."""
         save = self._save
         if decision.decided_by.startswith(decider(self._services.host)):
             return
@@ -194,7 +223,7 @@ class AttemptEnd:
         _log.warning("%s: %s; this coordinator follows%s", save.label, save.note, here)
 
     async def _remove_again(self, decision: records_pb2.Decision) -> None:
-        """Removes what uploads that were under way at the abort have written since."""
+        """Removes objects that uploads still running at the abort have written since."""
         checkpoint_id = self._save.context.checkpoint_id
         for pause in timeouts.REMOVE_AGAIN_S:
             await asyncio.sleep(pause)
@@ -292,7 +321,7 @@ async def retry_until_known(
     """Runs a step until storage shows its outcome; the save is in doubt meanwhile.
 
     Args:
-        final: errors that are an outcome, too.
+        final: errors that are an outcome, too: they are raised at once.
     """
 
     def doubt(error: BaseException) -> None:
@@ -300,14 +329,20 @@ async def retry_until_known(
         _log.warning("the decision of %s is in doubt: %s", save.label, error)
         save.wait_for_storage(error)
 
-    policy = RetryPolicy(
-        retriable=lambda error: (
-            isinstance(error, (StorageError, IntegrityError)) and not isinstance(error, final)
-        ),
-        first_s=timeouts.STEP_AGAIN_S,
-        longest_s=timeouts.STEP_LONGEST_AGAIN_S,
-        on_retry=doubt,
-    )
-    answer = await policy.run(step)
+    def is_retriable(error: BaseException) -> bool:
+        return isinstance(error, (StorageError, IntegrityError)) and not isinstance(error, final)
+
+    answer = await _policy(is_retriable, doubt).run(step)
     save.storage_answered()
     return answer
+
+
+def _policy(
+    retriable: Callable[[BaseException], bool], on_retry: Callable[[BaseException], None]
+) -> RetryPolicy:
+    return RetryPolicy(
+        retriable=retriable,
+        first_s=timeouts.STEP_AGAIN_S,
+        longest_s=timeouts.STEP_LONGEST_AGAIN_S,
+        on_retry=on_retry,
+    )

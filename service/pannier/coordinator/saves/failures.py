@@ -54,7 +54,7 @@ class Outcome:
         return self.failures.keys() <= self._timed_out
 
     def clear(self) -> None:
-        """Drops all failures."""
+        """Drops all failures: the save isn't to be aborted."""
         self.failures.clear()
         self._timed_out.clear()
         self.failing.clear()

@@ -1,6 +1,6 @@
 """The ranks of a save: how far each has come, and the local plans that they handed in.
 
-In: reports of sidecars, calls of ranks, local plans or claims to go by a cached plan. Out: the state of
+In: reports of sidecars, calls of ranks, local plans or claims to use a cached plan. Out: the state of
 each rank, the plans in the order of ranks, or an error that names the ranks that contradict each
 other. Event loop only; no I/O.
 """
@@ -21,7 +21,10 @@ LastSeen = Callable[[int], tuple[str, float] | None]
 
 
 class SidecarPeer:
-    """A sidecar process, as its streams show it; times are of :mod:`pannier.common.observer_clock`."""
+    """A sidecar process, as its streams show it.
+
+    Times are of :mod:`pannier.common.observer_clock`, except ``since``, which is monotonic.
+    """
 
     def __init__(self, host: str, job: str = "") -> None:
         self.host = host
@@ -34,7 +37,7 @@ class SidecarPeer:
         self.trainer_seen: float | None = None
         """When it last reported a connected trainer; None: never."""
         self.copies = coordinator_pb2.HeldCopies()
-        """What it has for loads, as last reported."""
+        """The local copies that it has for loads, as last reported."""
         self.attached_at = self.last_seen
         """When its newest stream was opened."""
         self.failure_domain = ""
@@ -48,7 +51,7 @@ class SidecarPeer:
         """Records that a message arrived.
 
         Args:
-            trainer: it reports a connected trainer.
+            trainer: the message reports a connected trainer.
         """
         self.last_seen = observer_clock.now()
         if trainer:
@@ -110,7 +113,7 @@ class RankState:
         """
         now = observer_clock.now()
         if self.sidecar is not None and has_reached(self.phase, save_pb2.RANK_PHASE_HANDED_OVER):
-            # The sidecar holds everything, and watches the trainer if it is needed all the same.
+            # The sidecar holds all the rank's data, and watches the trainer if that is still needed.
             return now - self.sidecar.last_seen
         if self.last_seen is None:
             return None
@@ -124,7 +127,7 @@ class Participants:
     """All ranks of a save.
 
     Args:
-        recall: the last known host of ranks that this save has no heartbeat of.
+        recall: the last known host of a rank without a heartbeat in this save, and when it was seen.
     """
 
     def __init__(self, ranks: Iterable[int], *, recall: LastSeen, suspect_after_s: float) -> None:
@@ -140,7 +143,7 @@ class Participants:
         self._unchecked: list[records_pb2.Receipt] = []
 
     def join(self, rank: int, host: str) -> bool:
-        """Records that a rank takes part; whether it is the first time."""
+        """Records that a rank takes part; returns whether it is the first time."""
         state = self.by_rank.get(rank)
         if state is None:
             return False
@@ -157,7 +160,7 @@ class Participants:
         self.upload_begun = self.upload_begun or status.bytes_uploaded > 0
 
     def note_replica(self, rank: int, holder: SidecarPeer, host: str, *, held: bool) -> bool:
-        """Records whether another host has all files of a rank; whether that is new."""
+        """Records whether another host has all files of a rank; returns whether that is new."""
         state = self.by_rank[rank]
         if held == (holder in state.replicas):
             return False
@@ -166,7 +169,7 @@ class Participants:
             return True
         state.replicas.add(holder)
         state.host = state.host or host
-        # A rank is sent to another host when it is ingested.
+        # A rank is sent to another host only after it is ingested.
         state.advance(save_pb2.RANK_PHASE_INGESTED)
         return True
 
@@ -206,7 +209,7 @@ class Participants:
         return self._reached == len(self._in_order)
 
     def expect_next_phase(self) -> None:
-        """The next :meth:`all_reached` is for a later phase."""
+        """Has the next :meth:`all_reached` check all ranks again, for a later phase."""
         self._reached = 0
 
     def mark_failed(self, rank: int) -> None:
@@ -226,7 +229,7 @@ class Participants:
         self._reached = 0
 
     def set_all_durable(self) -> None:
-        """For a committed save: a COMMIT is decided only with the receipts of all ranks."""
+        """Marks all ranks of a committed save: a COMMIT is decided only with the receipts of all ranks."""
         for state in self._in_order:
             state.phase = save_pb2.RANK_PHASE_DURABLE
 
@@ -265,7 +268,7 @@ class ExternalPlan:
 
 @dataclass(frozen=True)
 class CachedPlanClaim:
-    """A rank goes by its part of a plan that an earlier save agreed on."""
+    """A rank's claim to use its part of a plan that an earlier save agreed on."""
 
     rank: int
     host: str
@@ -275,7 +278,7 @@ class CachedPlanClaim:
     """Of this save, as the rank derived it for the names of its files."""
     source_checkpoint: str = ""
     source_attempt: str = ""
-    """An attempt whose manifest has that plan; empty: none is known."""
+    """An attempt whose manifest has the claimed plan; empty: none is known."""
 
 
 class LocalPlans:
@@ -288,12 +291,12 @@ class LocalPlans:
         self.claimed_ids: set[str] = set()
         """Ids of the plans that ranks claim."""
         self.full_requested = False
-        """No cached plan fits all ranks: those with a claim are to hand in their full plans."""
+        """No cached plan fits all ranks: ranks with a claim are to hand in their full plans."""
 
     def add(self, plan: RankPlan) -> None:
         """Adds a rank's plan. Idempotent.
 
-        Raises DisagreementError when the rank handed in another one, or planner options differ.
+        Raises DisagreementError when the rank handed in another plan, or planner options differ.
         """
         known = self._plans.get(plan.rank)
         if known is None:
@@ -308,7 +311,7 @@ class LocalPlans:
     def add_claim(self, claim: CachedPlanClaim) -> None:
         """Adds a rank's claim. Idempotent, also after the rank's full plan.
 
-        Raises DisagreementError when the rank made another one.
+        Raises DisagreementError when the rank made another claim.
         """
         self._check_digest(claim)
         known = self._claims.setdefault(claim.rank, claim)

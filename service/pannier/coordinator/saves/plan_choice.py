@@ -1,4 +1,4 @@
-"""Which cached plan a save can go by, when ranks claim one.
+"""Chooses the cached plan that a save can use, when ranks claim one.
 
 In: a save whose ranks have all handed in plans or claims, and the plan cache. Out: a cached plan that
 fits all ranks; else the assignments that a new plan must keep. Event loop only; no I/O.
@@ -26,7 +26,7 @@ def check_attempts(save: Save, attempt: object_names.Attempt) -> None:
 def choose_cached_plan(cache: PlanCache, save: Save) -> AgreedPlan | None:
     """A cached plan that was made of the same local plans; None when there is none.
 
-    Each rank that has staged by a claimed plan writes the same in it.
+    In this plan, each rank that has staged by a claimed plan writes the same as in the claimed one.
     """
     digests = save.plans.digests
     staged = {}
@@ -47,11 +47,11 @@ def choose_cached_plan(cache: PlanCache, save: Save) -> AgreedPlan | None:
 def equal_plans(
     cache: PlanCache, save: Save, plan: AgreedPlan, *, complete: bool
 ) -> frozenset[str]:
-    """Ids of claimed plans by which ranks write what they write by ``plan``.
+    """Ids of claimed plans by which ranks write the same as by ``plan``.
 
     Args:
-        complete: no more claims can come, so that only ranks count that have claimed a plan; else all
-            count whose local plan is the same in both.
+        complete: no more claims can come: only the ranks that have claimed a plan are compared; else
+            all ranks whose local plan is the same in both.
     """
     claimants: dict[str, list[int]] = {}
     for claim in save.plans.claims if complete else ():
@@ -68,9 +68,9 @@ def equal_plans(
 
 
 def kept_assignments(cache: PlanCache, save: Save) -> Mapping[int, Share]:
-    """What ranks write that have staged by a claimed plan, by rank: it can't change any more.
+    """By rank, the assignments of ranks that have staged by a claimed plan: these can't change any more.
 
-    Nothing is known of a plan that isn't cached; its rank fails if the new plan is another one.
+    A rank whose claimed plan isn't cached has none here; it fails if the new plan is another one.
     """
     kept = {}
     known = _claimed_plans(cache, save)
@@ -82,5 +82,5 @@ def kept_assignments(cache: PlanCache, save: Save) -> Mapping[int, Share]:
 
 
 def _claimed_plans(cache: PlanCache, save: Save) -> Mapping[str, AgreedPlan | None]:
-    """The claimed plans by id, found once for thousands of ranks that claim the same one."""
+    """The claimed plans by id, each looked up once: thousands of ranks may claim the same one."""
     return {id_: cache.find(save.context, id_) for id_ in save.plans.claimed_ids}

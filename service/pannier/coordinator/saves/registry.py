@@ -112,7 +112,7 @@ class Registry:
         brief = brief and not context.ranks
         same = save is not None and describes_same_save(save.context, context, brief=brief)
         if save is not None and same and context.rank in save.ranks:
-            # As most contexts: all but the sender was checked with the first rank's.
+            # The usual case: all fields but the sender were checked with the first rank's context.
             check_host(context.host)
             self._note(save, context)
             if not failing:
@@ -136,17 +136,17 @@ class Registry:
             self._check(save, context)
         except DisagreementError as error:
             if not save.failing:
-                # Otherwise that is the cause: a rank that failed may contradict the others, too.
+                # A save that is failing already has its cause: a failed rank may contradict others, too.
                 save.fail_ranks(error.failures.values())
             raise
         return save
 
     async def find_current(self, context: sidecar_pb2.SaveContext, timeout_s: float) -> int:
-        """Number of the save that a rank belongs to whose own save ended without it; 0 if in step.
+        """Number of the save that a rank belongs to after its own save ended without it; 0 if in step.
 
         A rank that missed a call stays behind its group: its save number is that of an earlier save
-        to another checkpoint id. It belongs to the newer save to its checkpoint id; this waits for
-        that one if the other ranks haven't called it yet.
+        to another checkpoint id. It belongs to the newer save to its checkpoint id. If the other ranks
+        haven't called that save yet, this waits for it.
         """
         past = self.find(context.save)
         if past is None or not past.ended or context.rank in past.participants.joined:
@@ -167,7 +167,7 @@ class Registry:
                 await watch.wait(remaining)
 
     def _newer(self, context: sidecar_pb2.SaveContext) -> int:
-        """Number of the group's newest save to the same place that the rank isn't in; 0 for none."""
+        """Number of the group's newest save to the checkpoint id that the rank isn't in; 0 for none."""
         known = [*self._saves.values(), *(save for _, save in self._ended.values())]
         return max(
             (

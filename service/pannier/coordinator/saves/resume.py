@@ -1,7 +1,8 @@
 """Resumes a save from storage: what another coordinator, or another process of this one, left there.
 
-In: a :class:`Save` and its store. Out: the save with the manifest and the receipts that are in
-storage, or the decision that has ended it; and the plans of earlier saves that its ranks claim. Writes nothing. Event loop only.
+In: a :class:`Save` and its store. Out: the save with the manifest and the receipts that are in storage, or
+the decision that has ended it; and the plans of earlier saves that its ranks claim. Writes nothing. Event
+loop only.
 """
 
 import asyncio
@@ -38,11 +39,11 @@ _MOST_CLAIMED: Final = 4
 
 
 class UnansweredError(Exception):
-    """Storage has not shown what it holds."""
+    """What storage holds of the save could not be read."""
 
 
 class StorageChecks:
-    """Reads decision and receipts of a save from storage, ever more rarely."""
+    """Reads decision and receipts of a save from storage, at growing intervals."""
 
     def __init__(self, save: Save) -> None:
         self._save = save
@@ -68,10 +69,10 @@ class StorageChecks:
         """Adds receipts that no sidecar has reported; returns the decision, if there is one.
 
         Args:
-            last: the save is given up unless its receipts are found: in a directory each is requested by name,
-                as a listing may be stale (NFS).
+            last: the save fails unless its receipts are found: in a directory each is requested by
+                name, as a listing may be stale (NFS).
 
-        Raises UnansweredError after a pause: nothing is known then, and nothing may be given up.
+        Raises UnansweredError, after a pause, when storage can't be read: the save must not fail for that.
         """
         save = self._save
         save.begin_storage_check()
@@ -115,8 +116,8 @@ class StorageChecks:
 async def read_with_retries(save: Save, step: Callable[[], Awaitable[_Answer]]) -> _Answer:
     """Runs a step that reads what a save needs before anything is decided.
 
-    Only storage shows what became of a resumed save: it is asked until it answers. For any other save
-    the step's first error is raised.
+    Only storage shows what became of a resumed save: the step is retried until storage answers. For any
+    other save the step's first error is raised.
     """
 
     def note(error: BaseException) -> None:
@@ -145,7 +146,7 @@ async def resume_save(save: Save, store: Store) -> records_pb2.Decision | None:
         return decision
     manifest = await read_manifest(store, name, Manifest, save.context.save)
     if manifest is None:
-        # No rank gets a plan of Pannier's before its manifest is written: torch makes this one.
+        # No rank gets a plan of Pannier's before its manifest is written, so torch makes this one.
         save.declare_mode(PlanMode.EXTERNAL)
         receipts = await find_receipts(store, name, save.context.ranks)
     else:
@@ -167,10 +168,10 @@ async def resume_save(save: Save, store: Store) -> records_pb2.Decision | None:
 
 
 def adopt_manifest(save: Save, manifest: Manifest) -> None:
-    """Makes the manifest in storage the save's.
+    """Sets the manifest in storage as the save's.
 
-    Raises DisagreementError unless it was made of the plans that ranks have handed in here. What a claim
-    of another plan means is found out later.
+    Raises DisagreementError unless it was made of the plans that ranks have handed in here. Claims of
+    another plan are compared with it later.
     """
     for plan in save.plans.plans:
         _check_member(manifest, plan)
@@ -199,7 +200,7 @@ def _check_member(manifest: Manifest, given: RankPlan | CachedPlanClaim) -> None
 async def read_claimed_plans(
     save: Save, cache: PlanCache, open_store: Callable[[str], Store]
 ) -> None:
-    """Adds to the cache what ranks claim and another process of a coordinator has planned.
+    """Adds to the cache the claimed plans that another process of a coordinator made.
 
     A plan that can't be read stays unknown: the local plans of its ranks are requested.
     """

@@ -51,7 +51,7 @@ class AttemptRecords:
     checked_plan_ids: frozenset[str] = frozenset()
     """Claimed plans that were compared with the agreed one."""
     check_requested: bool = False
-    """Receipts in storage are to be read at once: no live sidecar reports some rank."""
+    """Receipts in storage are to be read at once: some rank has no live sidecar."""
 
 
 class Save:
@@ -61,7 +61,8 @@ class Save:
         context: of the first rank that sent one.
         changed: called after every change.
         recall: a rank's host and when it was last seen, from earlier saves.
-        suspect_after_s: seconds after which a trainer's own heartbeat counts, not its sidecar's.
+        suspect_after_s: age of a trainer's heartbeat, in seconds, from which its sidecar's messages no
+            longer count as heartbeats of the rank.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Save:
 
     @property
     def failing(self) -> bool:
-        """Whether it is to be aborted, or was."""
+        """Whether the save is to be aborted, or was."""
         return self.outcome.failing.is_set()
 
     @property
@@ -161,7 +162,7 @@ class Save:
 
     @property
     def deciding(self) -> bool:
-        """Whether it is too late to abort."""
+        """Whether a decision is being written or applied, so that it is too late to abort."""
         return self.records.state is AttemptState.DECIDING
 
     @property
@@ -171,7 +172,7 @@ class Save:
 
     @property
     def next_deadline(self) -> float:
-        """For the save to leave its state, on the monotonic clock."""
+        """For the plan while the save is being planned, else for the commit; on the monotonic clock."""
         planning = self.state is State.PLANNING and not self.resumed
         return self.deadlines.plan if planning else self.deadline
 
@@ -191,7 +192,7 @@ class Save:
         level = logging.WARNING if state in (State.ABORTED, State.IN_DOUBT) else logging.INFO
         _log.log(level, "%s is %s%s", self.label, state.name, why, extra=self.log_fields)
         if self.ended:
-            # Status needs little of it; plans and metadata may be large.
+            # Status needs little of an ended save; plans and metadata may be large.
             self.plans = LocalPlans(())
             self.records.manifest = self.external_plan.metadata = None
             self.participants.drop_receipts()
@@ -227,7 +228,7 @@ class Save:
         self._set_resumed()
 
     def note_recovered(self, note: str) -> None:
-        """Records that storage has shown what it holds of a resumed save."""
+        """Records that the state of a resumed save was read from storage."""
         self.origin = moved(self.origin, Origin.RECOVERED, self.label)
         self.deadlines.note_recovered()
         self.note = note
@@ -261,7 +262,7 @@ class Save:
             self.confirm_plans(frozenset(self.plans.claimed_ids), equal_plan_ids)
         self.records.plan_id = "" if external else manifest.plan_id
         self.records.manifest = manifest
-        # The manifest has the digests; of a large job the plans are large.
+        # The manifest has the digests; the plans of a large job are large.
         self.plans.drop_plans()
 
     @property
@@ -293,8 +294,8 @@ class Save:
             self.move(State.IN_DOUBT)
 
     def commit(self) -> None:
-        """Ends the save by its durable COMMIT."""
-        self.outcome.failures.clear()
+        """Ends the save by its durable COMMIT, which a failure that was reported later doesn't change."""
+        self.outcome.clear()
         self.participants.set_all_durable()
         self.move(State.COMMITTED)
 
@@ -353,7 +354,7 @@ class Save:
             self.notify()
 
     def request_storage_check(self) -> None:
-        """Has the receipts in storage read at once: no live sidecar reports some rank."""
+        """Has the receipts in storage read at once: some rank has no live sidecar."""
         self.records.check_requested = True
         self.notify()
 
@@ -364,7 +365,7 @@ class Save:
     # Reports.
 
     def note_context(self, context: sidecar_pb2.SaveContext) -> bool:
-        """Records that a rank takes part; whether it is the first time."""
+        """Records that a rank takes part; returns whether it is the first time."""
         if context.HasField("seen_incarnation") and not self.context.HasField("seen_incarnation"):
             self.spec = self.spec.with_seen_incarnation(context.seen_incarnation)
         return self.participants.join(context.rank, context.host)

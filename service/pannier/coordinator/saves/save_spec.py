@@ -22,7 +22,7 @@ OVERWRITES: Final = {
 
 
 class DisagreementError(PannierError):
-    """Ranks contradict each other; ``failures`` holds all of them.
+    """Ranks contradict each other; ``failures`` has one entry for each of them.
 
     Args:
         ranks: rank and host of each.

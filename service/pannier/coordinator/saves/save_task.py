@@ -63,10 +63,10 @@ class SaveTasks:
     """The tasks of all saves.
 
     Args:
-        host: signs decisions.
+        host: recorded in decisions.
         threads: for planning and for the metadata.
-        sweeper, retention: notified of commits. Default: own ones, which remove nothing early.
-        cache: gets the agreed plans, which later saves may go by. Default: an empty one.
+        sweeper, retention: notified of commits. Default: the usual grace period, and a policy without rules.
+        cache: receives the agreed plans, which later saves may use. Default: an empty one.
         on_newest: called with each new save whose incarnation is the job's newest below the root.
     """
 
@@ -108,11 +108,13 @@ class SaveTasks:
 
     async def stop(self) -> None:
         """Cancels all tasks: another coordinator can resume their saves from storage."""
+        # The saves first: one that commits begins a sweep, a check of retention, or a task of its own.
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._services.sweeper.stop()
         await self._services.retention.stop()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class SaveTask:
@@ -135,7 +137,10 @@ class SaveTask:
             if not save.ended:
                 await self._end.abort()
         except Exception as error:  # noqa: BLE001 - top of the task: becomes the save's state
-            _log.exception("the end of %s failed", save.label)
+            left = "; it is left IN_DOUBT: restart the coordinator, or run `pannier recover`"
+            _log.exception(
+                "internal error while %s was run%s", save.label, "" if save.ended else left
+            )
             save.note_internal_error(error)
 
     async def _run_until_failing(self) -> None:
@@ -161,7 +166,7 @@ class SaveTask:
     async def _is_planned_elsewhere(self) -> bool:
         """Whether ranks timed out here because another coordinator planned the save.
 
-        That one may commit, so this one must not abort: it follows.
+        That coordinator may commit the save, so this one must not abort it, but resumes it.
         """
         save = self._save
         if save.state is not State.PLANNING or not save.outcome.only_timed_out:
@@ -188,7 +193,7 @@ class SaveTask:
         except (InvalidRequestError, ConfigurationError) as error:
             raise StorageError(str(error)) from error
         try:
-            # A decision is applied however long that takes; all before it has a deadline.
+            # The steps before the commit have a deadline; a decision is applied however long that takes.
             with limited(until=lambda: save.next_deadline, retried=save.wait_for_storage):
                 decision = await self._prepare(store)
             if save.state is State.PREPARED:
@@ -200,35 +205,43 @@ class SaveTask:
             await store.close()
 
     async def _prepare(self, store: Store) -> records_pb2.Decision | None:
-        """Brings the save to the point of its commit; returns the decision if it has ended."""
+        """Runs the steps before the commit; returns the decision if the save has ended already."""
         save, stores = self._save, self._services.stores
         if not save.external and not save.resumed:
             await self._ask_root(lambda: stores.contact(save.context))
-            # The incarnation gets its number after this: a delayed message of processes that were
-            # killed would make theirs newer than the one that was started since.
+            # The incarnation gets its number only after this: else a delayed message of killed processes
+            # would make their incarnation newer than the one that was started since.
             await self._collect_plans()
         if save.attempt is None:
             save.set_attempt(await self._ask_root(lambda: stores.attempt(save.context)))
         if not (save.resumed or save.mode is PlanMode.PREPARE):
             await self._check_destination(store)
         if not save.resumed:
-            # A resumed save was planned before: what is ingested may be finished.
+            # A resumed save was planned before, and may be finished from what is ingested.
             await self._check_newest_incarnation()
         decision = None
         if save.resumed:
-            decision = await read_with_retries(save, lambda: resume_save(save, store))
+            decision = await self._resume(store)
         if decision is None and not save.external and save.manifest is None:
             own = await self._plan(store)
             if not own:
                 _log.warning("%s: another coordinator has planned it before", save.label)
                 save.yield_planning()
-                decision = await read_with_retries(save, lambda: resume_save(save, store))
+                decision = await self._resume(store)
         if save.manifest is not None and not save.external:
             self._services.cache.keep(save.context, save.manifest.plan)
         if decision is None and save.state is not State.PREPARED:
             save.move(State.STAGING)
             save.progress()
             decision = await self._await_ranks(store)
+        return decision
+
+    async def _resume(self, store: Store) -> records_pb2.Decision | None:
+        """See :func:`resume_save`."""
+        save = self._save
+        save.wait_for_storage()
+        decision = await read_with_retries(save, lambda: resume_save(save, store))
+        save.storage_answered()
         return decision
 
     async def _ask_root(self, question: Callable[[], Awaitable[_Answer]]) -> _Answer:
@@ -365,7 +378,7 @@ class SaveTask:
         Returns the decision, if another coordinator was first.
         """
         save = self._save
-        # Receipts may have arrived before the plan was known again.
+        # Receipts may have arrived before a resumed save's plan was read.
         checked: set[int] = set()
         save.participants.pop_unchecked()
         unchecked = list(save.participants.receipts.values())
@@ -424,7 +437,7 @@ class SaveTask:
 
 
 async def _cancel(task: "asyncio.Task[Any]") -> None:
-    """Cancels until it has ended: before Python 3.12 a wait_for on the way may lose it."""
+    """Cancels the task until it has ended: before Python 3.12 a wait_for in it may lose a cancellation."""
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=timeouts.TASK_CANCEL_S)

@@ -8,7 +8,7 @@ import time
 from pannier.common.wait_text import Awaited, set_times, waiting_on, waiting_text
 from pannier.coordinator.saves.participants import RankState
 from pannier.coordinator.saves.save import Save
-from pannier.coordinator.saves.states import State
+from pannier.coordinator.saves.states import Origin, State
 from pannier.v1 import save_pb2
 
 
@@ -17,6 +17,9 @@ def awaited(save: Save) -> list[Awaited]:
     if save.state is State.PLANNING:
         plans = save.plans
         late = plans.without_full if plans.full_requested else plans.missing
+        if save.resumed or save.external:
+            # No rank hands in a plan: storage has it, or torch makes it.
+            late = []
     elif save.ended or save.state is State.IN_DOUBT:
         late = []
     else:
@@ -38,7 +41,9 @@ def status(save: Save, *, ranks: bool = True) -> save_pb2.SaveStatus:
     waiting = waiting_on(awaited(save), deadline_s=left)
     if not waiting.text and not save.ended:
         waiting.text = save.storage_wait
-        if save.storage_wait and save.state is not State.IN_DOUBT:
+        # A resumed save has no deadline before its state was read from storage.
+        limited = save.state is not State.IN_DOUBT and save.origin is not Origin.RESUMED
+        if save.storage_wait and limited:
             waiting.deadline_s = left
     states = save.ranks.values()
     return save_pb2.SaveStatus(

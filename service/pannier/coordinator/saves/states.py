@@ -44,7 +44,7 @@ class Origin(enum.Enum):
     RESUMED = enum.auto()
     """Another process of a coordinator agreed on the plan: only storage shows what became of it."""
     RECOVERED = enum.auto()
-    """Resumed, and storage has shown what it holds."""
+    """Resumed, and its state was read from storage."""
 
 
 class AttemptState(enum.Enum):

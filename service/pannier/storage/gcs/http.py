@@ -1,8 +1,8 @@
 """Requests to Google Cloud Storage, or another server of its JSON API, over gcsfs.
 
 Credentials, endpoint and session are gcsfs'; the requests are made beneath its ``_call``, which tries six
-times in 33 s without a report, has no time-out, and drops the body of a 404 or 412. Those with data files are
-sent in upload threads, beside the session. Errors that may pass are raised as TransientError, which
+times in 33 s without a report, has no time-out, and drops the body of a 404 or 412. Requests that carry data
+files are sent in upload threads, beside the session. Errors that may pass are raised as TransientError, which
 :mod:`pannier.storage.retry` retries.
 """
 
@@ -98,7 +98,7 @@ class Answer:
 
 
 class GcsConnection:
-    """An authenticated session, and what sends data files beside it; of one event loop."""
+    """An authenticated session, and a sender of data files beside it; for one event loop."""
 
     def __init__(self, fs: GCSFileSystem, threads: UploadThreads) -> None:
         self._fs = fs
@@ -130,7 +130,7 @@ class GcsConnection:
     @property
     def chunk_bytes(self) -> int:
         """Most bytes of a data file in one request."""
-        # gcsfs' own session gets them in memory.
+        # Without a sender, gcsfs' session sends them from memory.
         return BUFFER if self._sender is None else _CHUNK
 
     async def close(self) -> None:
@@ -211,10 +211,7 @@ class GcsConnection:
         except ssl.SSLCertVerificationError as error:
             raise StorageError(f"{what}: {error}") from error
         except asyncio.TimeoutError as error:
-            raise TransientError(
-                f"{what}: {self.endpoint} {error or 'could not be connected to in time'}",
-                answered=False,
-            ) from error
+            raise TransientError(f"{what}: {self.endpoint} {error}", answered=False) from error
         except (OSError, HTTPException) as error:
             raise self._broken(what, error) from error
         return Answer(found.status, found.headers, found.body, authorized.get("authorization", ""))
@@ -368,8 +365,11 @@ def _reasons(answer: Answer) -> set[str]:
 
 
 def _make_sender(fs: GCSFileSystem, threads: UploadThreads) -> HttpSender | None:
-    """Sends as gcsfs' session would; None: the user has set it up, with a proxy for example."""
-    # Whatever gcsfs has found, such as a client certificate.
+    """A sender that connects as gcsfs' session would; None: the user has configured the session.
+
+    For example, with a proxy.
+    """
+    # With all that gcsfs has found, such as a client certificate.
     tls = getattr(fs.session.connector, "_ssl", None)
     if fs.session_kwargs or not (tls is True or isinstance(tls, ssl.SSLContext)):
         return None
@@ -377,7 +377,7 @@ def _make_sender(fs: GCSFileSystem, threads: UploadThreads) -> HttpSender | None
 
 
 def _default_tls() -> ssl.SSLContext:
-    """As aiohttp's."""
+    """A TLS context like aiohttp's default."""
     context = ssl.create_default_context()
     context.set_alpn_protocols(("http/1.1",))
     return context

@@ -19,11 +19,11 @@ from pannier.storage.source_reader import SourceReader
 T = TypeVar("T")
 
 UNIT = 256 << 10
-"""Chunks, but the last, have a multiple of so many bytes."""
+"""All chunks but the last have a multiple of this many bytes."""
 _LEAST = 8 << 20
-"""Bytes of a growing file that are awaited for the next."""
+"""Bytes of a growing file that are awaited before the next chunk is sent."""
 _SESSIONS = 3
-"""Upload sessions after whose loss the upload fails."""
+"""When so many upload sessions are lost, the upload fails."""
 
 
 class _SessionLostError(StorageError):
@@ -118,7 +118,7 @@ class ResumableUpload:
     async def _send_last(self, reader: SourceReader, start: int) -> int | dict[str, Any]:
         buffer = bytearray(self._size - start)
         await reader.fill(memoryview(buffer), start)
-        # With it the server refuses an object of another checksum.
+        # With this header the server refuses an object of another checksum.
         headers = {"X-Goog-Hash": f"crc32c={encode_crc(await reader.confirm())}"}
         return await self._send(
             start, self._size, lambda at: Slices(memoryview(buffer)[at - start :]), headers
@@ -165,7 +165,7 @@ class ResumableUpload:
         """Sends the chunk; returns the number of bytes that the server holds then, or the object.
 
         Args:
-            body: of its bytes from an offset in the file on.
+            body: makes the body, of the chunk's bytes from an offset in the file on.
         """
         uncertain = False
 
@@ -213,7 +213,7 @@ class ResumableUpload:
         except ValueError as error:
             raise TransientError(f"{self._what}: the server holds {span!r}") from error
         if held >= self._size:
-            # A status request may find the object finished.
+            # The next try's status request may find the object finished.
             raise TransientError(
                 f"{self._what}: the server holds {held} of {self._size} bytes, but the object "
                 "does not exist yet"

@@ -2,7 +2,7 @@
 
 Small objects are sent in one multipart request with their crc32c, data files by a resumable upload
 (:mod:`pannier.storage.gcs.resumable_upload`). Compare-and-swap is ``ifGenerationMatch``. After a failed
-precondition the object is read back, since a retry also fails so when the first try's answer was lost.
+precondition the object is read back, since a retry fails in the same way if the first try's answer was lost.
 """
 
 import base64
@@ -376,7 +376,7 @@ class GcsStore(Store):
         try:
             layout = await self._retry(once, "")
         except (DeniedError, NotFoundError):
-            # Not on every server, nor for every account: the probe's writes decide.
+            # Not every server has it, and not every account may read it: the probe's writes decide.
             return
         if layout.get("locationType") == "zone":
             raise StorageError(

@@ -179,7 +179,7 @@ class Draft:
         self._sync_name()
 
     def _sync_name(self) -> None:
-        # The published file was removed with its directory, which is as durable.
+        # Without the directory, the published file was removed with it: there is no name to make durable.
         with suppress(FileNotFoundError):
             sync_directory(self._target.parent)
 
@@ -199,7 +199,7 @@ class Draft:
             raise
 
     def stat(self) -> os.stat_result:
-        """Of the file, published or not."""
+        """Status of the file, published or not."""
         return os.fstat(self._fd)
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class OpenDraft:
         self._threads = threads
 
     async def run(self, function: Callable[..., T], *args: Any, until: float = math.inf) -> T:
-        """A call that uses the draft; one that hangs keeps it open."""
+        """Runs a call that uses the draft; a call that hangs keeps the draft open."""
         return await self._threads.run(self.guard.use, function, *args, until=until)
 
     async def copy(
@@ -228,8 +228,8 @@ class OpenDraft:
     ) -> None:
         """Writes ``size`` bytes of ``reader`` by way of the buffer ``view``.
 
-        A file is read and written by turns, in one call: several files at a time keep the disk busy, and a call in
-        another thread costs as much CPU as reading 1 MiB.
+        A file is read and written by turns, in one call: several files at a time keep the disk busy, and a
+        call in another thread costs as much CPU as reading 1 MiB.
         """
         for offset in range(0, size, len(view)):
             length = min(len(view), size - offset)

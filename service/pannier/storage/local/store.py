@@ -68,11 +68,11 @@ class LocalStore(Store):
         self.url = str(self._root)
         self._deadline_s = deadline_s
         self._upload_threads = threads
-        # Checkpoints of one root share them.
+        # Checkpoints of one root share the threads.
         self._threads = threads_of(str(self._root.parent))
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
-        """Calls in a thread, which is abandoned at the deadline."""
+        """Runs a call in a thread; the call is abandoned at the deadline."""
         return await self._threads.run(function, *args, until=self._until())
 
     def _until(self) -> float:
@@ -127,8 +127,8 @@ class LocalStore(Store):
                 raise ConflictError(f"{path} exists with other content", there) from None
             return _info(key, await draft.run(draft.file.stat), crc)
         finally:
-            # A call that hangs still uses the buffer, which is not used again. What it might read in a spool
-            # file that another save has by then is never published.
+            # A call that hangs still uses the buffer, which is not reused. The spool file may belong to
+            # another save by then; what the call reads there is never published.
             if draft is None or await draft.close():
                 reader.close()
                 buffers.give(buffer)

@@ -1,7 +1,8 @@
 """Requests to S3 over s3fs' client, each made once, with errors of :mod:`pannier.storage`.
 
 s3fs provides credentials, endpoint and the account to bill. Its retries and botocore's are off:
-:mod:`pannier.storage.retry` retries. What botocore has signed of a data file is sent in an upload thread.
+:mod:`pannier.storage.retry` retries. Requests with data files, which botocore signs, are sent in upload
+threads.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ _CHECKSUM = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"}
 _UPLOADS = ("before-send.s3.PutObject", "before-send.s3.UploadPart")
 """botocore's events whose handlers may send the request themselves."""
 _OF_THE_SESSION = {"proxies", "proxies_config", "client_cert", "connector_args", "http_session_cls"}
-"""Settings of botocore for connections that only its own session makes."""
+"""Settings of botocore for connections, which only its own session follows."""
 
 
 class PreconditionError(StorageError):
@@ -71,7 +72,7 @@ class BeyondEndError(StorageError):
 
 
 class S3Connection:
-    """A client, and what sends data files beside it; of one event loop."""
+    """A client, and a sender of data files beside it; for one event loop."""
 
     def __init__(self, fs: S3FileSystem, sender: HttpSender | None) -> None:
         self._fs = fs
@@ -162,12 +163,14 @@ class S3Connection:
             raise DeniedError(f"{what}: {error}; {_CREDENTIALS_HINT}") from error
         except boto.SSLError as error:
             raise StorageError(f"{what}: {error}") from error
+        except asyncio.TimeoutError as error:
+            problem = str(error) or f"no answer within {limit_s:.0f} s"
+            raise TransientError(f"{what}: {problem}", answered=False) from error
         except (
             boto.ConnectionError,
             boto.HTTPClientError,
             boto.ResponseStreamingError,
             aiohttp.ClientError,
-            asyncio.TimeoutError,
             OSError,
         ) as error:
             raise TransientError(
@@ -224,7 +227,10 @@ class _Read:
 def _make_sender(
     fs: S3FileSystem, settings: Mapping[str, Any], threads: UploadThreads
 ) -> HttpSender | None:
-    """Sends as botocore's session would; None: the user has set that up, with a proxy for example."""
+    """A sender that connects as botocore's session would; None: the user has configured the session.
+
+    For example, with a proxy.
+    """
     verify = settings.get("client_kwargs", {}).get("verify")
     if verify is None:
         verify = fs.session.get_config_variable("ca_bundle") or True

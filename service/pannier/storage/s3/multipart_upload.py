@@ -1,7 +1,7 @@
 """One multipart upload: the parts of a file are sent several at a time, possibly while it still grows.
 
-They are read in order, each with its own checksum. The object becomes visible when all are completed, with the checksum of the
-whole, and only if there is none.
+Parts are read in order, each with its own checksum. The object becomes visible when the upload is completed,
+with the checksum of the whole, and only if there is no such object.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class MultipartUpload:
             raise
 
     async def _send_parts(self, reader: SourceReader, progress: Progress) -> list[dict[str, Any]]:
-        """Returns them by number. When it raises, none is under way any more."""
+        """Returns the parts, in order. When it raises, no part is being sent any more."""
         tasks: list[Task[dict[str, Any]]] = []
         running: set[Task[dict[str, Any]]] = set()
         try:
@@ -119,7 +119,7 @@ class MultipartUpload:
                 UploadId=self._id,
             )
         except NotFoundError as error:
-            # A retry also fails so when the first try's answer was lost: the caller checks.
+            # A retry fails in this way, too, if the first try's answer was lost: the caller checks.
             raise PreconditionError(str(error)) from error
 
 

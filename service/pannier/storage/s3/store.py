@@ -191,7 +191,7 @@ class S3Store(Store):
         info = await self.stat(key)
         if info is not None and info.generation == etag:
             return info
-        # Another writer has replaced it since.
+        # Another writer has replaced the object since.
         return ObjectInfo(key, len(data), etag, crc32c.crc32c(data), 0.0)
 
     async def _read_back(
