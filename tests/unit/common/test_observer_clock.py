@@ -172,8 +172,8 @@ def test_a_blocked_coordinator_calls_nothing_unresponsive_that_it_has_not_read(
     sidecar = SidecarPeer("node-0")
     sidecar.streams = 1
     monitor = HeartbeatMonitor(registry, lambda: [sidecar], suspect_after_s=5.0)
-    save = registry.enter(context(0, "/root/step"))
-    registry.enter(context(1, "/root/step"))
+    save = registry.enter(context(0, "/x/step"))
+    registry.enter(context(1, "/x/step"))
     save.move(State.STAGING)
     for part in save.ranks.values():
         part.last_seen = observer_clock.now()
@@ -203,7 +203,7 @@ def test_a_stopped_sidecar_calls_no_trainer_unresponsive_when_it_continues(
 ) -> None:
     saves = SaveRegistry()
     trainers = TrainerLiveness(saves)
-    rank = saves.enter(context(0, "/root/step"))
+    rank = saves.enter(context(0, "/x/step"))
     with observer_clock.clock.watched():
         observer_clock.clock.tick(1.0)
         machine.seconds += 600
@@ -227,8 +227,8 @@ def test_a_coordinator_that_was_blocked_waits_for_sidecars_to_come_back(
     async def scenario() -> None:
         registry = registry_of()
         watch = SidecarPeers(registry)
-        save = registry.enter(context(0, "/root/step"))
-        registry.enter(context(1, "/root/step"))
+        save = registry.enter(context(0, "/x/step"))
+        registry.enter(context(1, "/x/step"))
         save.set_attempt(object_names.Attempt(1, 1, save.context.save.group, "aa"))
         save.move(State.STAGING)
         old = watch.open_stream("node-0", "old")

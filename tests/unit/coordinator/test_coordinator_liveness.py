@@ -29,7 +29,7 @@ SUSPECT_S = 5.0
 class Watched:
     """A registry without save tasks, and a save of two ranks that are staging."""
 
-    def __init__(self, place: str = "/root/step", incarnation: str = "aa") -> None:
+    def __init__(self, place: str = "/x/step", incarnation: str = "aa") -> None:
         self.registry = Registry(
             StatusRegistry(), begin=lambda save: None, suspect_after_s=SUSPECT_S
         )
@@ -38,7 +38,7 @@ class Watched:
             self.registry, lambda: self.sidecars, suspect_after_s=SUSPECT_S
         )
 
-    def save(self, place: str = "/root/step", incarnation: str = "aa", number: int = 1) -> Save:
+    def save(self, place: str = "/x/step", incarnation: str = "aa", number: int = 1) -> Save:
         save = self.registry.enter(context(0, place, incarnation=incarnation))
         self.registry.enter(context(1, place, incarnation=incarnation))
         save.set_attempt(object_names.Attempt(number, 1, save.context.save.group, incarnation))
@@ -82,7 +82,7 @@ def test_an_unresponsive_rank_is_logged_once_and_when_its_heartbeats_resume(
 
 def test_a_rank_that_never_called_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched()
-    save = watched.registry.enter(context(0, "/root/step"))
+    save = watched.registry.enter(context(0, "/x/step"))
     watched.set_age(save, 0, 0)
     watched.monitor.check()
     assert logged(caplog) == []
@@ -162,7 +162,7 @@ def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch, why: str) -> Non
             for part in save.ranks.values():
                 part.sidecar = sidecar
         save.notify()
-        place = "/other/step" if why == "another root" else "/root/step"
+        place = "/other/step" if why == "another root" else "/x/step"
         who = context(0, place, incarnation="bb")
         if why == "another job":
             who.save.job = "other"
@@ -213,7 +213,7 @@ class Host:
 
     def __init__(self) -> None:
         registry = Registry(StatusRegistry(), begin=lambda save: None, suspect_after_s=5)
-        self.save: Save = registry.enter(context(0, "/root/step"))
+        self.save: Save = registry.enter(context(0, "/x/step"))
         self.peers = SidecarPeers(registry)
 
     def start(self, sidecar: str, job: str = "") -> SidecarPeer:
@@ -342,7 +342,7 @@ def test_no_rank_is_logged_while_a_save_without_local_plans_waits_for_storage(
     external: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched = Watched()
-    save = watched.registry.enter(context(0, "/root/step"))
+    save = watched.registry.enter(context(0, "/x/step"))
     if external:
         save.begin_external(save.context)
     else:
@@ -351,4 +351,4 @@ def test_no_rank_is_logged_while_a_save_without_local_plans_waits_for_storage(
     save.deadlines.first_seen -= 6
     watched.monitor.check()
     assert logged(caplog) == []
-    assert status(save).waiting_on.text == "storage at /root/step (503)"
+    assert status(save).waiting_on.text == "storage at /x/step (503)"

@@ -926,11 +926,11 @@ def test_ranks_that_were_started_again_are_not_taken_for_divided(
 
     async def scenario() -> None:
         known = registry.Registry(StatusRegistry(), begin=lambda save: None, suspect_after_s=5)
-        former = known.enter(context(0, "/root/step-1"))
+        former = known.enter(context(0, "/x/step-1"))
         # Those of the new start come one after the other.
-        save = known.enter(context(1, "/root/step-1", incarnation="bb"))
+        save = known.enter(context(1, "/x/step-1", incarnation="bb"))
         if complete:
-            known.enter(context(0, "/root/step-1", incarnation="bb"))
+            known.enter(context(0, "/x/step-1", incarnation="bb"))
         await asyncio.sleep(0.01)
         assert [each.failing for each in (former, save)] == [not complete] * 2
 

@@ -87,8 +87,8 @@ class Hosts:
         self.later.append((self.now + delay_s, call))
 
     def save(self) -> Save:
-        save = self.registry.enter(context(0, "/root/step"))
-        self.registry.enter(context(1, "/root/step"))
+        save = self.registry.enter(context(0, "/x/step"))
+        self.registry.enter(context(1, "/x/step"))
         save.set_attempt(object_names.Attempt(1, 1, save.context.save.group, "aa"))
         save.move(State.STAGING)
         return save

@@ -98,7 +98,7 @@ class Sidecar(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
     def _context(self, rank: int) -> Any:
-        return context(rank, f"/root/step-{self.number}", number=self.number)
+        return context(rank, f"/x/step-{self.number}", number=self.number)
 
     def _over(self, rank: int) -> bool:
         model = self.ranks.get(rank)

@@ -19,7 +19,7 @@ DURABLE = save_pb2.RANK_PHASE_DURABLE
 COMMITTED = save_pb2.SAVE_STATE_COMMITTED
 DATA = os.urandom(3 << 20)
 CLAIM = sidecar_pb2.CachedPlanClaim(
-    plan_id="ab" * 8, digest="d", attempt="i1-inc1-g00000000-s1", checkpoint_id="/root/step-1"
+    plan_id="ab" * 8, digest="d", attempt="i1-inc1-g00000000-s1", checkpoint_id="/x/step-1"
 )
 
 
