@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PREFIX: Final = "pannier-incarnation"
-_POLL_SHARE: Final = 0.1
-"""Of the time that the responder has run: its pause between two looks."""
+POLL_SHARE: Final = 0.1
+"""Of the time waited so far: the pause until the next look into the store."""
 CLOCK_S: Final = 0.05
 """Rounding of two times on one machine: the kernel gives a process's start in ticks of mostly 10 ms."""
 
@@ -200,7 +200,7 @@ class _Responder:
                     self._store.add(_answered(self._incarnation), asked - answered)
                     answered = asked
                 # Ranks mostly come at almost the same time, and wait for the answer.
-                pause = max(timeouts.STORE_POLL_S, _POLL_SHARE * (time.monotonic() - began))
+                pause = max(timeouts.STORE_POLL_S, POLL_SHARE * (time.monotonic() - began))
                 pause = min(pause, timeouts.STORE_LONGEST_POLL_S)
         except RuntimeError as error:  # torch's DistStoreError: the process group has ended
             _log.debug("incarnation %d: no more confirmations: %s", self._incarnation, error)

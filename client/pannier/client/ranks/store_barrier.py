@@ -15,8 +15,9 @@ from typing import Any, Final, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from pannier.client.embedded.pg_store import POLL_SHARE
 from pannier.client.ranks.rank_hosts import RankHosts
-from pannier.client.ranks.store_calls import FIRST_POLL_S, POLL_SHARE, StoreCalls, StoreFailedError
+from pannier.client.ranks.store_calls import FIRST_POLL_S, StoreCalls, StoreFailedError
 from pannier.client.torch_compat import Store
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
@@ -213,7 +214,6 @@ class StoreBarrier:
     # In the other thread.
 
     def _begin(self, _: int) -> int:
-        self._hosts.register()
         number: int = self._store.add(f"calls/{self._hosts.rank}", 1)
         return number
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+from pannier.client.embedded.pg_store import POLL_SHARE
 from pannier.client.interrupts import Call, UnansweredError
 from pannier.client.ranks.load_error import LoadError
 from pannier.client.ranks.rank_hosts import RankHosts
@@ -20,8 +21,6 @@ from pannier.v1 import save_pb2
 T = TypeVar("T")
 
 FIRST_POLL_S: Final = 0.0002
-POLL_SHARE: Final = 0.1
-"""Of the time waited so far: the pause until the next look."""
 
 
 class StoreFailedError(LoadError):
