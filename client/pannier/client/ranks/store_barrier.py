@@ -214,6 +214,8 @@ class StoreBarrier:
     # In the other thread.
 
     def _begin(self, _: int) -> int:
+        # At each call: rank 0, which is looked up, may not have been there at the first.
+        self._hosts.register()
         number: int = self._store.add(f"calls/{self._hosts.rank}", 1)
         return number
 

@@ -175,6 +175,7 @@ def _shared(
     calls = StoreCalls(hosts, description)
 
     def begin(_: int) -> tuple[str, str]:
+        hosts.register()
         return str(store.add(f"calls/{rank}", 1)), hosts.text([first])
 
     key, first_text = calls.run(begin, timeout)
