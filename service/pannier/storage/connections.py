@@ -7,11 +7,13 @@ token request for every save.
 import asyncio
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from pannier.storage.base import StorageError, UnreachableError
+from pannier.common import timeouts
+from pannier.storage.base import StorageError, UnreachableError, unlimited
+from pannier.storage.retry import retry
 
 T = TypeVar("T")
 
@@ -31,12 +33,15 @@ class SharedConnection(Generic[T]):
 
     Args:
         key: equal for equal options.
-        open: opens the connection, within the loop.
+        open: opens the connection, within the loop; repeated when it raises TransientError.
         close: closes it, after its last reference was released.
     """
 
     def __init__(
-        self, key: str, open: Callable[[], Awaitable[T]], close: Callable[[T], Awaitable[None]]
+        self,
+        key: str,
+        open: Callable[[], Coroutine[Any, Any, T]],
+        close: Callable[[T], Awaitable[None]],
     ) -> None:
         self._key, self._open, self._close = key, open, close
         self._closed = False
@@ -71,7 +76,11 @@ class SharedConnection(Generic[T]):
             raise
 
     async def _opened(self) -> T:
-        return await self._open()
+        with unlimited():
+            # Not only for the store that was first, whose deadline may be near.
+            return await retry(
+                self._open, what="credentials", deadline_s=timeouts.STORAGE_CONTACT_S
+            )
 
     async def release(self) -> None:
         """Releases the reference. Idempotent."""

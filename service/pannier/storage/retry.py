@@ -10,13 +10,15 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from pannier.common import timeouts
 from pannier.common.deadline import within
 from pannier.common.retry import RetryPolicy
 from pannier.storage.base import (
+    DeniedError,
     Retried,
     StorageError,
     UnreachableError,
@@ -62,6 +64,7 @@ async def retry(
     what: str,
     deadline_s: float,
     retried: Retried = uncounted,
+    writes: bool = False,
 ) -> T:
     """Runs ``operation`` until it doesn't raise TransientError, with random pauses between the tries.
 
@@ -70,6 +73,7 @@ async def retry(
 
     Args:
         what: the object, for errors.
+        writes: whether it writes an object: a DeniedError then means that nothing was written.
 
     Raises:
         StorageError: with the last TransientError's message after the deadline; a write may have
@@ -104,7 +108,10 @@ async def retry(
         on_retry=notify,
     )
     try:
-        return await policy.run(once)
+        if not writes:
+            return await policy.run(once)
+        with unless_written(lambda: problem is not None):
+            return await policy.run(once)
     except (TransientError, asyncio.TimeoutError) as error:
         last = problem or f"{what}: no answer"
         kind = StorageError if answered else UnreachableError
@@ -112,6 +119,17 @@ async def retry(
             f"{last} (given up after {tries} {'try' if tries == 1 else 'tries'} in "
             f"{time.monotonic() - started:.0f} s)"
         ) from error
+
+
+@contextmanager
+def unless_written(may_be: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Raises a DeniedError as a plain StorageError if ``may_be()``: an earlier request may have written."""
+    try:
+        yield
+    except DeniedError as error:
+        if may_be():
+            raise StorageError(f"{error} (an earlier try may have written the object)") from error
+        raise
 
 
 async def contend(tries: int) -> AsyncIterator[int]:

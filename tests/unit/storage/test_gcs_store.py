@@ -29,6 +29,7 @@ from pannier.storage import (
     StorageError,
     open_store,
 )
+from pannier.storage.base import UnreachableError, limited
 from pannier.storage.gcs.resumable_upload import UNIT
 from pannier.storage.gcs.store import GcsStore
 from pannier.storage.http_sender import HttpSender
@@ -421,14 +422,20 @@ def test_a_server_that_never_makes_the_object_of_all_bytes_is_given_up_by_name(
 class Tokens(google.auth.credentials.Credentials):
     """``token-1``, and another with each refresh."""
 
-    def __init__(self, *, refusal: str = "") -> None:
+    def __init__(self, *, refusal: str = "", outages: int = 0, expired: bool = False) -> None:
         super().__init__()
         self.refusal = refusal
+        self.outages = outages
+        """Refreshes that fail because the metadata server is down."""
         self.refreshed = 0
-        self.token = "token-1"
+        self.token = None if expired else "token-1"
 
     def refresh(self, request: object) -> None:
         self.refreshed += 1
+        if self.refreshed <= self.outages:
+            # As google.auth.compute_engine does.
+            cause = google.auth.exceptions.TransportError("metadata server unavailable")
+            raise google.auth.exceptions.RefreshError(cause) from cause
         if self.refusal:
             raise google.auth.exceptions.RefreshError(self.refusal)
         self.token = f"token-{self.refreshed + 1}"
@@ -463,6 +470,42 @@ def test_a_token_that_ends_before_its_time_is_fetched_again_once_for_all(
     with_tokens(tokens, body)
 
 
+@pytest.mark.parametrize("expired", [True, False], ids=["expired", "refused"])
+def test_a_metadata_server_that_is_down_is_waited_for(server: GcsServer, expired: bool) -> None:
+    tokens = Tokens(outages=2, expired=expired)
+
+    async def body(store: GcsStore) -> None:
+        if not expired:
+            server.fault(kind="status", status=401, authorization="token-1$", times=-1)
+        await store.create("a", b"1")
+        assert tokens.refreshed == 3
+
+    with_tokens(tokens, body)
+
+
+def test_a_metadata_server_that_stays_down_is_named(server: GcsServer) -> None:
+    async def body(store: GcsStore) -> None:
+        end = time.monotonic() + 0.5
+        with (
+            limited(until=lambda: end),
+            pytest.raises(UnreachableError, match=r"no token.*metadata server unavailable"),
+        ):
+            await store.create("a", b"1")
+
+    with_tokens(Tokens(outages=1000, expired=True), body)
+
+
+def test_an_account_without_a_token_is_refused_at_once(server: GcsServer) -> None:
+    tokens = Tokens(refusal="the account is disabled", expired=True)
+
+    async def body(store: GcsStore) -> None:
+        with pytest.raises(DeniedError, match=r"the account is disabled.*check which credentials"):
+            await store.create("a", b"1")
+        assert tokens.refreshed == 1
+
+    with_tokens(tokens, body)
+
+
 @pytest.mark.parametrize("refusal", ["", "the account is disabled"])
 def test_a_second_401_is_final(server: GcsServer, refusal: str) -> None:
     tokens = Tokens(refusal=refusal)
@@ -476,6 +519,21 @@ def test_a_second_401_is_final(server: GcsServer, refusal: str) -> None:
 
     with_tokens(tokens, body)
     assert server.faults()[0]["hits"] == (1 if refusal else 2)
+
+
+@pytest.mark.parametrize("refused", ["POST", "GET"], ids=["retry", "read back"])
+def test_a_denial_after_a_lost_answer_does_not_mean_that_nothing_was_written(
+    server: GcsServer, run: Callable[..., None], refused: str
+) -> None:
+    async def body(store: GcsStore) -> None:
+        server.fault(kind="lost", method="POST")
+        server.fault(kind="status", status=403, method=refused)
+        with pytest.raises(StorageError, match="may have written") as error:
+            await store.create("a", b"1")
+        assert not isinstance(error.value, DeniedError)
+        assert await store.read("a") == b"1"
+
+    run(body)
 
 
 @pytest.mark.parametrize("hold", ["temporaryHold", "eventBasedHold"])

@@ -344,6 +344,81 @@ def test_a_token_that_expires_before_its_time_is_looked_for_again_once(
     run(faulty, body, key=None, secret=None)
 
 
+def test_an_expired_token_is_noticed_by_an_answer_without_a_body(faulty: S3Server) -> None:
+    """As S3 answers HEAD."""
+
+    async def body(store: S3Store) -> None:
+        await store.create("a", b"1")
+        faulty.fault(kind="status", status=400, code="ExpiredToken", method="HEAD")
+        assert await store.stat("a") is not None
+        faulty.fault(kind="status", status=400, code="ExpiredToken", method="HEAD", times=-1)
+        with pytest.raises(DeniedError, match="check which credentials"):
+            await store.stat("a")
+
+    run(faulty, body)
+
+
+def test_credentials_that_are_not_there_yet_are_looked_for_again(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the machine's metadata server did not answer in time."""
+    credentials = tmp_path / "credentials"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+
+    async def body(store: S3Store) -> None:
+        with pytest.raises(DeniedError, match="AWS_"):
+            await store.create("a", b"1")
+        credentials.write_text(
+            "[default]\naws_access_key_id = test\naws_secret_access_key = test\n"
+        )
+        await store.create("a", b"1")
+
+    run(server, body, key=None, secret=None)
+
+
+def test_a_provider_of_credentials_that_fails_is_asked_again(
+    faulty: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the agent of EKS Pod Identity, when it is restarted."""
+    answer = '{"Version": 1, "AccessKeyId": "test", "SecretAccessKey": "test"}'
+    process = tmp_path / "process"
+    # Fails at its first start.
+    process.write_text(
+        f"#!/bin/sh\nif [ ! -e {tmp_path}/asked ]; then touch {tmp_path}/asked; exit 1; fi\n"
+        f"echo '{answer}'\n"
+    )
+    process.chmod(0o755)
+    config = tmp_path / "config"
+    config.write_text(f"[default]\ncredential_process = {process}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+
+    async def body(store: S3Store) -> None:
+        await store.create("a", b"1")
+        assert (tmp_path / "asked").exists()
+
+    run(faulty, body, key=None, secret=None)
+
+
+def test_a_denial_after_a_lost_answer_does_not_mean_that_nothing_was_written(
+    faulty: S3Server,
+) -> None:
+    async def body(store: S3Store) -> None:
+        faulty.fault(kind="answered", status=503, method="PUT")
+        faulty.fault(kind="status", status=403, code="AccessDenied", method="PUT")
+        with pytest.raises(StorageError, match="may have written") as error:
+            await store.create("a", b"1")
+        assert not isinstance(error.value, DeniedError)
+        assert await store.read("a") == b"1"
+
+    run(faulty, body)
+
+
 def test_a_server_that_ignores_preconditions_of_deletes_is_refused(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -290,10 +290,8 @@ class GcsConnection:
                 # May fetch a token, with blocking calls.
                 await setup_threads.run(credentials.maybe_refresh)
             authorized: dict[str, str] = self._fs._get_headers(headers)
-        except google.auth.exceptions.TransportError as error:
-            raise TransientError(f"no token could be fetched: {error}", answered=False) from error
         except (HttpError, NonRetryableError, google.auth.exceptions.GoogleAuthError) as error:
-            raise DeniedError(f"no token could be fetched: {error}; {_CREDENTIALS_HINT}") from error
+            raise _token_error("", error) from error
         return authorized
 
     async def _renew(self, authorization: str, refused: StorageError) -> None:
@@ -304,10 +302,29 @@ class GcsConnection:
         notify_retry(f"{refused}; fetching another token")
         try:
             await setup_threads.run(_refresh, self._fs.credentials, authorization)
-        except google.auth.exceptions.TransportError as error:
-            raise TransientError(f"no token could be fetched: {error}") from error
         except google.auth.exceptions.GoogleAuthError as error:
-            raise DeniedError(f"{refused} (no other token could be fetched: {error})") from error
+            raise _token_error(f"{refused}; ", error) from error
+
+
+def _token_error(text: str, error: BaseException) -> StorageError:
+    """The error for a token that can't be fetched: transient if its server is down or overloaded."""
+    chain = [error]
+    # gcsfs shows another error than google-auth's, which shows another than its transport's.
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    found = [each for each in chain if isinstance(each, google.auth.exceptions.GoogleAuthError)]
+    text += f"no token could be fetched: {found[0] if found else error}"
+    if any(map(_is_transient, found)):
+        return TransientError(text, answered=False)
+    return DeniedError(f"{text}; {_CREDENTIALS_HINT}")
+
+
+def _is_transient(error: google.auth.exceptions.GoogleAuthError) -> bool:
+    if not isinstance(error, google.auth.exceptions.TransportError):
+        return bool(error.retryable)
+    # Only an answer that refuses is passed on, as the last argument.
+    status: int = getattr(error.args[-1] if error.args else None, "status", 503)
+    return status >= 500
 
 
 def _refresh(credentials: Any, authorization: str) -> None:

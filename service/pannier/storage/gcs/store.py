@@ -47,6 +47,7 @@ from pannier.storage.retry import (
     settle,
     settle_upload,
     uncounted,
+    unless_written,
 )
 from pannier.storage.source_reader import SourceReader
 from pannier.storage.upload_threads import UploadThreads
@@ -93,9 +94,15 @@ class GcsStore(Store):
         operation: Callable[[], Coroutine[Any, Any, T]],
         key: str,
         retried: Retried = uncounted,
+        *,
+        writes: bool = False,
     ) -> T:
         return await retry(
-            operation, what=self._what(key), deadline_s=self._deadline_s, retried=retried
+            operation,
+            what=self._what(key),
+            deadline_s=self._deadline_s,
+            retried=retried,
+            writes=writes,
         )
 
     async def upload(
@@ -182,7 +189,8 @@ class GcsStore(Store):
         try:
             resource = await self._insert(connection, key, data, crc, expected or "0", uncounted)
         except (PreconditionError, UnclearError) as error:
-            return await self._read_back(key, data, expected, error)
+            with unless_written():
+                return await self._read_back(key, data, expected, error)
         except ChecksumRefusedError as error:
             raise IntegrityError(str(error)) from error
         info = self._info(resource)
@@ -243,7 +251,7 @@ class GcsStore(Store):
             )
             return answer.resource(self._what(key))
 
-        return await self._retry(once, key, retried)
+        return await self._retry(once, key, retried, writes=True)
 
     async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
         """See :meth:`Store.read`. Whole objects are compared with the answer's crc32c."""

@@ -7,6 +7,7 @@ threads.
 
 import asyncio
 import json
+import os
 import ssl
 from collections.abc import Mapping
 from functools import partial
@@ -47,6 +48,9 @@ _OVERLOAD = {
     "Throttling",
     "ThrottlingException",
 }
+# A machine's metadata server is asked once otherwise, for a second.
+os.environ.setdefault("AWS_METADATA_SERVICE_NUM_ATTEMPTS", "3")
+
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
 _CHECKSUM = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"}
 _UPLOADS = ("before-send.s3.PutObject", "before-send.s3.UploadPart")
@@ -63,8 +67,8 @@ class ChecksumRefusedError(StorageError):
     """The server's checksum of the received bytes differs from the one in the request."""
 
 
-class TokenExpiredError(DeniedError):
-    """The session token has expired; the credentials may have a new one."""
+class CredentialsError(DeniedError):
+    """The session token has expired, or no credentials were found; another look may find new ones."""
 
 
 class BeyondEndError(StorageError):
@@ -83,7 +87,7 @@ class S3Connection:
 
     @classmethod
     async def open(cls, options: Mapping[str, Any], threads: UploadThreads) -> "S3Connection":
-        """Finds credentials as s3fs does. Raises ConfigurationError."""
+        """Finds credentials as s3fs does. Raises ConfigurationError, TransientError."""
         settings = {"use_listings_cache": False, **options}
         settings["config_kwargs"] = {
             "connect_timeout": timeouts.STORAGE_CONNECT_S,
@@ -98,6 +102,8 @@ class S3Connection:
         try:
             fs = await setup_threads.run(partial(S3FileSystem, **settings))
             await fs.set_session()
+        except boto.CredentialRetrievalError as error:
+            raise _retrieval_error(error) from error
         except (TypeError, ValueError, KeyError, OSError, boto.BotoCoreError) as error:
             raise ConfigurationError(f"S3 can't be set up: {error}; {_CREDENTIALS_HINT}") from error
         return cls(fs, _make_sender(fs, settings, threads))
@@ -123,23 +129,26 @@ class S3Connection:
             TransientError, DeniedError, NotFoundError, PreconditionError, BeyondEndError,
             ChecksumRefusedError, StorageError
 
-        When a token has expired, credentials are looked up again, and the call repeated, once.
+        When a token has expired or there is none, credentials are looked up again, and the call
+        repeated, once.
         """
         refused = self._fs._s3creator
         try:
             return await self._call(operation, what, size, arguments)
-        except TokenExpiredError as error:
+        except CredentialsError as error:
             notify_retry(f"{error}; looking for other credentials")
             await self._renew(refused)
             return await self._call(operation, what, size, arguments)
 
     async def _renew(self, refused: Any) -> None:
-        """Looks credentials up again, unless another call has. Raises DeniedError."""
+        """Looks credentials up again, unless another call has. Raises DeniedError, TransientError."""
         async with self._renewing:
             if self._fs._s3creator is not refused:
                 return
             try:
                 await self._fs.set_session(refresh=True)
+            except boto.CredentialRetrievalError as error:
+                raise _retrieval_error(error) from error
             except (OSError, ValueError, boto.BotoCoreError) as error:
                 raise DeniedError(
                     f"no other credentials were found: {error}; {_CREDENTIALS_HINT}"
@@ -154,13 +163,13 @@ class S3Connection:
             return await within(limit_s, self._once(operation, arguments))
         except boto.ClientError as error:
             raise _error(error, what) from error
-        except (
-            boto.NoCredentialsError,
-            boto.PartialCredentialsError,
-            boto.CredentialRetrievalError,
-            boto.TokenRetrievalError,
-        ) as error:
+        except boto.NoCredentialsError as error:
+            # Also when the machine's metadata server did not answer in time.
+            raise CredentialsError(f"{what}: {error}; {_CREDENTIALS_HINT}") from error
+        except (boto.PartialCredentialsError, boto.TokenRetrievalError) as error:
             raise DeniedError(f"{what}: {error}; {_CREDENTIALS_HINT}") from error
+        except boto.CredentialRetrievalError as error:
+            raise _retrieval_error(error) from error
         except boto.SSLError as error:
             raise StorageError(f"{what}: {error}") from error
         except asyncio.TimeoutError as error:
@@ -239,6 +248,11 @@ def _make_sender(
     return HttpSender(threads, lambda: ssl.create_default_context(cafile=get_cert_path(verify)))
 
 
+def _retrieval_error(error: boto.CredentialRetrievalError) -> TransientError:
+    """The error when a provider of credentials, such as a pod's agent, fails."""
+    return TransientError(f"{error}; {_CREDENTIALS_HINT}", answered=False)
+
+
 def _error(error: boto.ClientError, what: str) -> StorageError:
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     code = str(error.response.get("Error", {}).get("Code", ""))
@@ -247,8 +261,9 @@ def _error(error: boto.ClientError, what: str) -> StorageError:
         return ChecksumRefusedError(text)
     if code in _OVERLOAD or status in (408, 429) or (status >= 500 and status != 501):
         return TransientError(text)
-    if code in _EXPIRED:
-        return TokenExpiredError(f"{text}; {_CREDENTIALS_HINT}")
+    # An answer to HEAD has no body that names the reason.
+    if code in _EXPIRED or code == "400":
+        return CredentialsError(f"{text}; {_CREDENTIALS_HINT}")
     if status in (401, 403):
         return DeniedError(f"{text}; {_CREDENTIALS_HINT}")
     if status == 404:

@@ -34,6 +34,7 @@ from pannier.storage.retry import (
     settle,
     settle_upload,
     uncounted,
+    unless_written,
 )
 from pannier.storage.s3.client import (
     BeyondEndError,
@@ -75,7 +76,14 @@ class S3Store(Store):
         return await self._shared.get(end_of(self._deadline_s))
 
     async def _call(
-        self, key: str, operation: str, *, retried: Retried = uncounted, size: int = 0, **more: Any
+        self,
+        key: str,
+        operation: str,
+        *,
+        retried: Retried = uncounted,
+        size: int = 0,
+        writes: bool = False,
+        **more: Any,
     ) -> dict[str, Any]:
         connection = await self._connection()
         return await retry(
@@ -90,6 +98,7 @@ class S3Store(Store):
             what=self._what(key),
             deadline_s=self._deadline_s,
             retried=retried,
+            writes=writes,
         )
 
     async def upload(
@@ -161,6 +170,7 @@ class S3Store(Store):
             "put_object",
             retried=retried,
             size=len(data),
+            writes=True,
             Body=data,
             ChecksumAlgorithm="CRC32C",
             ChecksumCRC32C=encode_crc(crc),
@@ -179,16 +189,16 @@ class S3Store(Store):
         condition = {"IfNoneMatch": "*"} if expected is None else {"IfMatch": f'"{expected}"'}
         try:
             answer = await self._put(key, data, crc32c.crc32c(data), condition)
-        except PreconditionError as error:
-            return await self._read_back(key, data, expected, error)
-        except NotFoundError as error:
-            if expected is None:
+        except (PreconditionError, NotFoundError) as error:
+            if isinstance(error, NotFoundError) and expected is None:
                 raise
-            return await self._read_back(key, data, expected, error)
+            with unless_written():
+                return await self._read_back(key, data, expected, error)
         except ChecksumRefusedError as error:
             raise IntegrityError(str(error)) from error
         etag = answer["ETag"].strip('"')
-        info = await self.stat(key)
+        with unless_written():
+            info = await self.stat(key)
         if info is not None and info.generation == etag:
             return info
         # Another writer has replaced the object since.
