@@ -154,9 +154,9 @@ class CoordinatorStream:
         await self._client.await_socket(math.inf)
         while True:
             started = time.monotonic()
-            self._client.refresh_channel()
             peer = self._client.peer
             try:
+                self._client.refresh_channel()
                 await self._attach()
                 if self._left.is_set():
                     return

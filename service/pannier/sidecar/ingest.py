@@ -15,8 +15,9 @@ from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.sidecar.upload.uploader import Uploader
-from pannier.storage import check_allowed, check_shared
+from pannier.storage import check_shared
 from pannier.storage.io_threads import reservation_threads
+from pannier.storage.url import check_allowed_in_time
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
 from pannier.wire.errors import (
@@ -56,12 +57,17 @@ class Ingest:
         self._reservations = Reservations(mapped.leased_to)
         self._allow = allow
 
-    def check(self, context: sidecar_pb2.SaveContext) -> None:
-        """Raises InvalidRequestError unless ``context`` is consistent and its checkpoint may be written."""
+    async def check(self, context: sidecar_pb2.SaveContext) -> None:
+        """Checks that ``context`` is consistent and that its checkpoint may be written.
+
+        Raises:
+            InvalidRequestError: it isn't, or may not.
+            UnavailableError: the checkpoint's file system doesn't respond.
+        """
         limits.check_context(context)
         object_names.split_checkpoint_id(context.checkpoint_id)
         check_shared(context.checkpoint_id)
-        check_allowed(context.checkpoint_id, self._allow)
+        await check_allowed_in_time(context.checkpoint_id, self._allow)
 
     async def check_room(
         self, rank: RankSave, header: sidecar_pb2.FileHeader | None = None

@@ -106,15 +106,24 @@ class Daemon:
         self.due: float | None = 0.0
         """When to start it, on the monotonic clock; None while it runs."""
 
-    def start_if_due(self) -> None:
-        """Starts it unless it runs, or is to be started later."""
+    def start_if_due(self) -> OSError | None:
+        """Starts it unless it runs, or is to be started later.
+
+        Returns the error when it can't be started; then the next start is scheduled.
+        """
         if self.due is None or self.due > time.monotonic():
-            return
-        self._process = self._launch()
+            return None
         self._started = time.monotonic()
+        try:
+            self._process = self._launch()
+        except OSError as error:
+            # The host may lack memory or processes for a while. Other daemons must not end because of it.
+            self._schedule(f"can't be started: {error}")
+            return error
         self.starts += 1
         self.due = None
         _log.info("%s started, process %d", self.name, self._process.pid)
+        return None
 
     def poll(self) -> int | None:
         """Exit status once the process has ended; None while it runs, or while a start is scheduled."""
@@ -124,6 +133,9 @@ class Daemon:
 
     def crashed(self, code: int) -> None:
         """Schedules the next start."""
+        self._schedule(f"ended with {ending(code)}")
+
+    def _schedule(self, problem: str) -> None:
         now = time.monotonic()
         if now - self._started >= timeouts.DAEMON_STEADY_S:
             self.crashes = 0
@@ -132,7 +144,7 @@ class Daemon:
         delay = min(delay, timeouts.DAEMON_LONGEST_AGAIN_S)
         self.crashes += 1
         self.due = now + delay
-        _log.warning("%s ended with %s; restart in %.1f s", self.name, ending(code), delay)
+        _log.warning("%s %s; restart in %.1f s", self.name, problem, delay)
 
     def steady(self) -> bool:
         """Whether it has run for so long that its crashes no longer count."""

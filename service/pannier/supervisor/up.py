@@ -34,7 +34,7 @@ PID = "up.pid"
 _STDIN, _STDERR = 0, 2
 
 _MAX_CRASHES = 12
-"""Crashes in a row before the supervisor gives up: after about a minute."""
+"""Crashes and failed starts in a row before the supervisor gives up: after about a minute."""
 
 
 class AlreadyRunningError(Exception):
@@ -162,6 +162,9 @@ class Supervisor:
         while True:
             for daemon in self._daemons:
                 daemon.start_if_due()
+                if daemon.crashes > _MAX_CRASHES:
+                    _log.error("%s crashed %d times in a row; giving up", daemon.name, _MAX_CRASHES)
+                    return GAVE_UP
             if self._signals.stop_requested(next_start(self._daemons)):
                 _log.info("stopping: received a signal")
                 return OK
@@ -177,9 +180,6 @@ class Supervisor:
                     _log.error("%s refuses its configuration; see its message above", daemon.name)
                     return MISCONFIGURED
                 daemon.crashed(code)
-                if daemon.crashes > _MAX_CRASHES:
-                    _log.error("%s crashed %d times in a row; giving up", daemon.name, _MAX_CRASHES)
-                    return GAVE_UP
 
 
 _OF_OTHER_DAEMONS = frozenset(

@@ -1,15 +1,21 @@
 """When the sidecar connects to its coordinator again, and for how long it has had none."""
 
 import asyncio
+import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pannier.common import timeouts
 from pannier.sidecar import coordinator_client
 from pannier.sidecar.coordinator_client import CoordinatorClient
+from pannier.sidecar.coordinator_stream import CoordinatorStream
+from pannier.wire.errors import UnavailableError
 from pannier.wire.tls import Tls
 from support.network.certificates import Authority
+from support.processes.stretch import BOUND_S
 
 ADDRESS = "10.0.0.1:7070"
 
@@ -62,3 +68,56 @@ def test_it_knows_for_how_long_it_has_had_no_coordinator(monkeypatch: pytest.Mon
     # A try to attach that fails doesn't begin the time again.
     assert not client.mark_detached()
     assert client.detached_s == 7
+
+
+def test_a_socket_that_this_user_may_not_look_at_ends_no_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    socket = tmp_path / "run" / "c.sock"
+    original = os.stat
+
+    def stat(path: Any, *more: Any, **named: Any) -> os.stat_result:
+        if path == socket:
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *more, **named)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(timeouts, "DAEMONS_START_S", 0.01)
+    asyncio.run(CoordinatorClient(f"unix://{socket}", None).await_socket(math.inf))
+
+
+def test_certificates_that_can_not_be_read_are_tried_again_with_the_stream(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    attached = asyncio.Event()
+
+    class Client(CoordinatorClient):
+        failures = 2
+
+        def refresh_channel(self) -> None:
+            if self.failures:
+                self.failures -= 1
+                raise OSError("Too many open files")
+
+        def attach(self) -> Any:
+            attached.set()
+            raise UnavailableError("it is not there")
+
+    async def main() -> None:
+        parts: Any = None
+        stream = CoordinatorStream(
+            Client(ADDRESS, None),
+            parts,
+            trainers=parts,
+            watches=parts,
+            loads=parts,
+            copies=parts,
+            replicas=parts,
+            host="node-0",
+            sidecar_id="id",
+        )
+        async with stream.running():
+            await asyncio.wait_for(attached.wait(), BOUND_S)
+
+    asyncio.run(main())
+    assert f"the stream to the coordinator at {ADDRESS} failed" in caplog.text

@@ -76,30 +76,30 @@ def test_peers_are_served_for_loads_that_were_announced_here(
     async def main() -> None:
         async with serving(tmp_path) as blocks:
             with pytest.raises(ConfigurationError, match=r"node-1 .*no rank of host node-0"):
-                blocks.check_peer(wanted(tmp_path))
+                await blocks.check_peer(wanted(tmp_path))
             blocks.announce(announced(tmp_path))
             blocks.announce(announced(tmp_path, ""))
-            blocks.check_peer(wanted(tmp_path))
+            await blocks.check_peer(wanted(tmp_path))
             with pytest.raises(ConfigurationError, match="node-1 speaks wire version 1"):
-                blocks.check_peer(wanted(tmp_path, wire_version=1))
+                await blocks.check_peer(wanted(tmp_path, wire_version=1))
             # The load of one checkpoint is no right to read another.
             with pytest.raises(ConfigurationError):
-                blocks.check_peer(wanted(tmp_path, checkpoint_id=f"{tmp_path}/step-2"))
+                await blocks.check_peer(wanted(tmp_path, checkpoint_id=f"{tmp_path}/step-2"))
             blocks.announce(announced(Path("/elsewhere"), "other"))
             with pytest.raises(InvalidRequestError, match="is not below an allowed root"):
-                blocks.check_peer(wanted(Path("/elsewhere"), load="other"))
+                await blocks.check_peer(wanted(Path("/elsewhere"), load="other"))
             # Of many loads the newest are known.
             for load in ("second", "load", "third"):
                 blocks.announce(announced(tmp_path, load))
-            blocks.check_peer(wanted(tmp_path))
+            await blocks.check_peer(wanted(tmp_path))
             with pytest.raises(ConfigurationError):
-                blocks.check_peer(wanted(tmp_path, load="second"))
+                await blocks.check_peer(wanted(tmp_path, load="second"))
             monkeypatch.setattr(timeouts, "LOAD_KNOWN_S", -1.0)
             blocks.cache.enter("third")
             await blocks.tick()
-            blocks.check_peer(wanted(tmp_path, load="third"))
+            await blocks.check_peer(wanted(tmp_path, load="third"))
             with pytest.raises(ConfigurationError):
-                blocks.check_peer(wanted(tmp_path))
+                await blocks.check_peer(wanted(tmp_path))
 
     asyncio.run(main())
 
@@ -117,10 +117,10 @@ def test_a_load_that_peers_read_stays_known_and_another_is_forgotten(
                 blocks.announce(announced(tmp_path, load))
             for _ in range(5):
                 now += 0.6 * timeouts.LOAD_KNOWN_S
-                blocks.check_peer(wanted(tmp_path))
+                await blocks.check_peer(wanted(tmp_path))
                 await blocks.tick()
             with pytest.raises(ConfigurationError, match="no rank of host node-0"):
-                blocks.check_peer(wanted(tmp_path, load="unread"))
+                await blocks.check_peer(wanted(tmp_path, load="unread"))
 
     asyncio.run(main())
 
@@ -128,14 +128,14 @@ def test_a_load_that_peers_read_stays_known_and_another_is_forgotten(
 def test_what_can_not_be_fetched_here_has_no_budget(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as blocks:
-            assert blocks.budget_for(f"{tmp_path}/step-1") == 256 << 20
+            assert await blocks.budget_for(f"{tmp_path}/step-1") == 256 << 20
             for place in ("", "/elsewhere/step-1", "memory://x/step-1", "nonsense"):
-                assert blocks.budget_for(place) == 0
+                assert await blocks.budget_for(place) == 0
         async with serving(tmp_path, may_fetch=False) as blocks:
-            assert blocks.budget_for(f"{tmp_path}/step-1") == 0
+            assert await blocks.budget_for(f"{tmp_path}/step-1") == 0
             start = restore_pb2.FetchStart(checkpoint_id=f"{tmp_path}/step-1")
             with pytest.raises(ConfigurationError, match="no unix socket"):
-                blocks.check_start(start)
+                await blocks.check_start(start)
 
     asyncio.run(main())
 
@@ -195,6 +195,35 @@ def test_a_link_to_what_may_not_be_read_here_is_not_followed(tmp_path: Path) -> 
                 [each async for each in servicer.ReadBlock(request, None)]
 
     asyncio.run(main())
+
+
+def test_a_file_that_becomes_a_link_just_before_it_is_opened_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret").write_bytes(DATA)
+    root = tmp_path / "root"
+    root.mkdir()
+    replaced: list[Path] = []
+    original = os.open
+
+    def replace_and_open(path: Any, *arguments: Any, **named: Any) -> int:
+        if path == root / "step-1" / NAME:
+            path.unlink()
+            path.symlink_to(tmp_path / "secret")
+            replaced.append(path)
+        return original(path, *arguments, **named)
+
+    async def main() -> None:
+        async with serving(root) as blocks:
+            monkeypatch.setattr(os, "open", replace_and_open)
+            blocks.announce(announced(root))
+            replicas: Any = None
+            servicer = PeerServicer(blocks, replicas)
+            with pytest.raises(StorageError, match="is not below an allowed root"):
+                [each async for each in servicer.ReadBlock(wanted(root, readers=1), None)]
+
+    asyncio.run(main())
+    assert replaced
 
 
 def test_a_peer_that_does_not_receive_loses_its_turn_and_the_block(

@@ -313,6 +313,37 @@ def test_a_directory_that_can_not_be_synced_leaves_no_gap_and_is_synced_before_a
     assert [state.number for state in JournalState(tmp_path).states()] == [1, 2, 3]
 
 
+def test_after_an_fsync_that_failed_nothing_counts_until_all_records_are_in_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports an error of the disk once: the next fsync would succeed without the lost pages."""
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = write(tmp_path, *STORY)
+    state = JournalState(tmp_path)
+    for record in (begun(3), opened(3, spool_file="00000003.data")):
+        state._journal.append(record)
+        state._states.apply(record)
+    before = path.stat().st_ino
+    with monkeypatch.context() as broken:
+        broken.setattr(journal.os, "fdatasync", fail)
+        with pytest.raises(errors.PannierError, match=r"fsync failed: .*Input/output error"):
+            state._journal.sync()
+    for _ in range(2):
+        with pytest.raises(errors.PannierError, match="an earlier fsync failed"):
+            state._journal.sync()
+        with monkeypatch.context() as broken:
+            broken.setattr(journal.os, "fsync", fail)
+            asyncio.run(state.compact())
+    assert path.stat().st_ino == before
+    asyncio.run(state.compact())
+    state._journal.sync()
+    assert path.stat().st_ino != before
+    assert [each.number for each in JournalState(tmp_path).states()] == [1, 2, 3]
+
+
 def test_an_empty_spool_whose_directory_can_not_be_synced_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,6 +481,26 @@ def test_damage_fails_what_it_may_concern_by_name_and_nothing_else(
     # The next process finds a whole file with the same states.
     again = JournalState(tmp_path).states()
     assert again == [one, two, three]
+
+
+@pytest.mark.parametrize("lost", ["end", "beginning"], ids=["of its owner", "of its next owner"])
+def test_a_spool_file_that_was_reused_behind_the_damage_has_one_owner(
+    tmp_path: Path, lost: str
+) -> None:
+    before = [begun(1), opened(1), ingested(1)]
+    damaged = Record(part=1, ended=COMMITTED) if lost == "end" else begun(2)
+    after = [begun(2), opened(2)] if lost == "end" else [opened(2)]
+    path = write(tmp_path, *before, damaged, *after)
+    data = bytearray(path.read_bytes())
+    data[len(image(before)) + 14] ^= 0x10
+    path.write_bytes(data)
+    states = JournalState(tmp_path)._states
+    owners = [file.spool_file for state in states for file in state.files.values()]
+    assert owners == (["", "00000001.data"] if lost == "end" else [""])
+    for record in (begun(3), opened(3)):
+        states.apply(record)
+    owners = [file.spool_file for state in states for file in state.files.values()]
+    assert owners == [*[""] * (len(owners) - 1), "00000001.data"]
 
 
 def test_a_journal_that_grew_is_compacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ class Blocks:
         self.gate.set()
         self.reading = self.closed = self.sent = 0
 
-    def check_peer(self, request: restore_pb2.ReadBlockRequest) -> None:
+    async def check_peer(self, request: restore_pb2.ReadBlockRequest) -> None:
         pass
 
     def read_spool(

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from pannier.storage.base import Store
 from pannier.storage.io_threads import MOST_HUNG, HungError, Threads, threads_of
 from pannier.storage.local import atomic_file
 from pannier.storage.local import store as local
+from pannier.storage.url import check_allowed_in_time
+from pannier.wire.errors import UnavailableError
+from support.actors.hosts import running_host
+from support.actors.nodes import node_host
 from support.actors.scripted_sidecar import wait_until
 from support.processes.cli import pannier
 from support.processes.stretch import BOUND_S
@@ -263,6 +268,44 @@ def test_reads_of_the_spool_are_waited_for_however_long_they_take() -> None:
         assert task.cancelled()
 
     asyncio.run(scenario())
+
+
+def test_the_check_of_a_path_on_a_dead_mount_is_abandoned_by_name(
+    dead: DeadMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "realpath", dead.wrap(os.path.realpath))
+    named = f"{dead.directory}/run: check_allowed has not returned for"
+    with pytest.raises(UnavailableError, match=named):
+        asyncio.run(check_allowed_in_time(f"{dead.directory}/run/step", [dead.directory]))
+    assert dead.waiting == 1
+
+
+@pytest.mark.parametrize("jobs", [False, True], ids=["--allow", "--jobs"])
+def test_a_dead_mount_below_an_allowed_root_delays_no_other_call_of_a_sidecar(
+    dead: DeadMount, monkeypatch: pytest.MonkeyPatch, jobs: bool
+) -> None:
+    monkeypatch.setattr(timeouts, "HUNG_CALL_S", BOUND_S)
+    monkeypatch.setattr(os.path, "realpath", dead.wrap(os.path.realpath))
+    made: Any = node_host() if jobs else running_host()
+    with made as host, ThreadPoolExecutor(1) as threads:
+        allow = [dead.directory, str(host.root)]
+        if jobs:
+            host.job("a", allow=allow)
+            host.start()
+            trainer = host.trainer("a")
+        else:
+            host.start(allow=tuple(allow))
+            trainer = host.trainer()
+        try:
+            hung = threads.submit(
+                trainer.plan, trainer.context(f"{dead.directory}/run/step-1", number=1)
+            )
+            wait_until(lambda: dead.waiting == 1)
+            trainer.plan(trainer.context(f"{host.root}/step-2", number=2))
+            assert not hung.done()
+        finally:
+            dead.answers.set()
+        hung.result(BOUND_S)
 
 
 def test_a_process_ends_though_calls_hang() -> None:

@@ -1,6 +1,7 @@
 """Which places a daemon may touch."""
 
 import builtins
+import os
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,25 @@ def test_symbolic_links_do_not_lead_out(tmp_path: Path) -> None:
         check_allowed(str(inside / "link" / "step-1"), [str(inside)])
     check_allowed(str(tmp_path / "alias" / "step-1"), [str(inside)])
     check_allowed(str(inside / "step-1"), [str(tmp_path / "alias")])
+
+
+def test_no_file_system_is_asked_whose_answer_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    original = os.path.realpath
+
+    def realpath(path: str) -> str:
+        asked.append(path)
+        return original(path)
+
+    monkeypatch.setattr(os.path, "realpath", realpath)
+    check_allowed("/mnt/dead/step-1", [])
+    check_allowed("gs://bucket/step-1", ["/mnt/dead", "gs://bucket"])
+    assert asked == []
+    root = original(tmp_path)
+    check_allowed(f"{root}/step-1", ["/mnt/dead", root])
+    assert asked == [f"{root}/step-1"]
 
 
 @pytest.mark.parametrize(("url", "package"), [("gs://b/a", "gcsfs"), ("s3://b/a", "s3fs")])

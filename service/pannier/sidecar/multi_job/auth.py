@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 from pannier.common import timeouts
 from pannier.daemon.interceptors import WrappingInterceptor, abort_call
 from pannier.sidecar.multi_job.job_config import JobConfig, read_digests
-from pannier.storage import check_allowed
+from pannier.storage.url import check_allowed_in_time
 from pannier.v1 import sidecar_pb2
 from pannier.wire import auth_token
 from pannier.wire.auth_token import file_stamp
@@ -99,13 +99,14 @@ class JobAuth:
             f"the file that {auth_token.VARIABLE} names, or the job's file in --jobs"
         )
 
-    def check_request(self, request: Any) -> None:
+    async def check_request(self, request: Any) -> None:
         """Checks the job and checkpoint that a message of ``pannier.v1.Sidecar`` names.
 
         Raises:
             ForbiddenError: it names another job.
             InvalidRequestError: it names a checkpoint that doesn't lie below the job's roots. That goes
                 for ``Fail``, too: the coordinator would write the save's decision there.
+            UnavailableError: the checkpoint's file system doesn't respond.
         """
         for job, checkpoint_id in named_jobs(request):
             if job != self.job:
@@ -114,7 +115,7 @@ class JobAuth:
                     f"{self.job}: correct PANNIER_JOB or PANNIER_SIDECAR"
                 )
             if checkpoint_id is not None:
-                check_allowed(checkpoint_id, self._allow)
+                await check_allowed_in_time(checkpoint_id, self._allow)
 
     def log_refusal(self, error: PannierError) -> None:
         """Logs that a call was refused, with a limited rate."""
@@ -188,7 +189,7 @@ class JobAuthInterceptor(WrappingInterceptor):
             if method.endswith("/Write"):
                 return await function(request, _CheckedContext(self._auth, context))
             try:
-                self._auth.check_request(request)
+                await self._auth.check_request(request)
             except PannierError as error:
                 await self._refuse(context, error, method)
             return await function(request, context)
@@ -215,7 +216,7 @@ class _CheckedContext:
         message = await self._context.read()
         if isinstance(message, sidecar_pb2.FileHeader):
             try:
-                self._auth.check_request(message)
+                await self._auth.check_request(message)
             except PannierError as error:
                 self._auth.log_refusal(error)
                 raise

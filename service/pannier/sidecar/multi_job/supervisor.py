@@ -127,7 +127,7 @@ class JobSupervisor:
         self._signals = Signals()
 
     def run(self) -> int:
-        """Exit status: 0 stopped by a signal, 2 the gateway refuses its settings.
+        """Exit status: 0 stopped by a signal, 2 the gateway refuses its settings at its first start.
 
         The gateway and the jobs' sidecars are started again however often they fail.
 
@@ -168,18 +168,20 @@ class JobSupervisor:
 
     def _supervise(self) -> int:
         while True:
-            daemons = [self._gateway, *(job.daemon for job in self._jobs.values())]
-            for daemon in daemons:
-                daemon.start_if_due()
+            self._gateway.start_if_due()
+            for name, job in self._jobs.items():
+                if error := job.daemon.start_if_due():
+                    job.problem = f"job {name}: its sidecar can't be started: {error}"
             self._report()
-            due = next_start(daemons)
+            due = next_start([self._gateway, *(job.daemon for job in self._jobs.values())])
             if self._signals.stop_requested(
                 timeouts.CHECK_S if due is None else min(due, timeouts.CHECK_S)
             ):
                 _log.info("stopping: received a signal")
                 return OK
             code = self._gateway.poll()
-            if code == MISCONFIGURED:
+            # Later, another process may hold its port for a while, which is no reason to end the jobs' sidecars.
+            if code == MISCONFIGURED and self._gateway.starts == 1:
                 return MISCONFIGURED
             if code is not None:
                 self._gateway.crashed(code)
@@ -320,6 +322,7 @@ class JobSupervisor:
     def _close_reports(self) -> None:
         if self._reports is not None:
             self._reports.close()
+            self._reports = None
 
     def _error_file(self, job: str) -> Path:
         return self._parent / f".{job}.error"
@@ -334,8 +337,8 @@ class JobSupervisor:
 def _import_stores(job: JobConfig) -> None:
     """Imports the modules of the job's stores here, so that all processes share them."""
     for root in job.allow:
-        # A missing one is reported when the store is opened.
-        with suppress(KeyError, ImportError):
+        # One that is missing or fails is reported when the store is opened.
+        with suppress(Exception):
             importlib.import_module(_STORES[parse(root).scheme])
     # What is shared isn't copied by the first garbage collection of each child.
     gc.collect()

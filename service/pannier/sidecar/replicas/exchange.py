@@ -12,7 +12,8 @@ from pannier.sidecar.replicas.held_replicas import HeldReplicas
 from pannier.sidecar.replicas.replica_sender import ReplicaSender
 from pannier.sidecar.restore.peers import Peers
 from pannier.sidecar.save_registry import SaveRegistry
-from pannier.storage import check_allowed, check_shared
+from pannier.storage import check_shared
+from pannier.storage.url import check_allowed_in_time
 from pannier.v1 import coordinator_pb2, restore_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
 from pannier.wire.errors import ConfigurationError
@@ -72,8 +73,8 @@ class Replicas:
         """
         return detached_s if self.held.complete else float("inf")
 
-    def check_start(self, start: restore_pb2.ReplicaStart) -> None:
-        """Raises ConfigurationError or InvalidRequestError unless this host may take a replica."""
+    async def check_start(self, start: restore_pb2.ReplicaStart) -> None:
+        """Raises PannierError unless this host may take a replica."""
         peer, host = start.host or "a peer", self._config.host
         if start.wire_version != WIRE_VERSION:
             raise ConfigurationError(
@@ -87,7 +88,7 @@ class Replicas:
         limits.check_replica(start)
         object_names.split_checkpoint_id(start.context.checkpoint_id)
         check_shared(start.context.checkpoint_id)
-        check_allowed(start.context.checkpoint_id, self._config.allow)
+        await check_allowed_in_time(start.context.checkpoint_id, self._config.allow)
 
     # The stream to the coordinator.
 

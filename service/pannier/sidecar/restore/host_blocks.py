@@ -178,22 +178,23 @@ class HostBlocks:
         if len(self._known) > MOST_LOADS:
             del self._known[next(iter(self._known))]
 
-    def budget_for(self, checkpoint_id: str) -> int:
+    async def budget_for(self, checkpoint_id: str) -> int:
         """Bytes of blocks of a checkpoint that can be fetched here; 0: none."""
-        usable = bool(checkpoint_id) and self._may_fetch() and self._stored.may_read(checkpoint_id)
-        return self._budget if usable else 0
+        if not (checkpoint_id and self._may_fetch() and await self._stored.may_read(checkpoint_id)):
+            return 0
+        return self._budget
 
-    def check_start(self, start: restore_pb2.FetchStart) -> None:
+    async def check_start(self, start: restore_pb2.FetchStart) -> None:
         """Raises PannierError unless blocks of the checkpoint can be fetched for this rank."""
-        self._stored.check(start.checkpoint_id)
+        await self._stored.check(start.checkpoint_id)
         if not self._may_fetch():
             raise ConfigurationError(
                 "blocks are passed by a unix socket's descriptors only, and this sidecar has no "
                 "unix socket at --address"
             )
 
-    def check_peer(self, request: restore_pb2.ReadBlockRequest) -> None:
-        """Raises ConfigurationError or InvalidRequestError unless a peer may read that block here."""
+    async def check_peer(self, request: restore_pb2.ReadBlockRequest) -> None:
+        """Raises PannierError unless a peer may read that block here."""
         self._used_at = time.monotonic()
         peer = request.host or "a peer"
         if request.wire_version != WIRE_VERSION:
@@ -211,7 +212,7 @@ class HostBlocks:
         # The load's ranks here may only read their own spool, and announce nothing any more.
         self._refresh(load)
         if not request.spool_only:
-            self._stored.check(request.checkpoint_id)
+            await self._stored.check(request.checkpoint_id)
 
     def offer(self) -> bytes:
         """A token for a descriptor of the memory."""

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 
 from pannier.common import timeouts
 from pannier.sidecar.restore.block_fetcher import SourceRequest
-from pannier.storage import Store, check_allowed, check_shared, import_store, is_imported
+from pannier.storage import Store, check_shared, import_store, is_imported
 from pannier.storage.base import limited
 from pannier.storage.io_threads import setup_threads
+from pannier.storage.local.store import LocalStore
+from pannier.storage.url import check_allowed_in_time
 from pannier.wire import object_names
-from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
+from pannier.wire.errors import PannierError
 
 
 class StoredBlocks:
@@ -32,16 +34,16 @@ class StoredBlocks:
         self._connecting: dict[str, set[SourceRequest]] = {}
         """By checkpoint id: reads under way of a store that hasn't answered any read yet."""
 
-    def check(self, checkpoint_id: str) -> None:
-        """Raises InvalidRequestError unless the checkpoint may be read here."""
+    async def check(self, checkpoint_id: str) -> None:
+        """Raises InvalidRequestError or UnavailableError unless the checkpoint may be read here."""
         object_names.split_checkpoint_id(checkpoint_id)
         check_shared(checkpoint_id)
-        check_allowed(checkpoint_id, self._allow)
+        await check_allowed_in_time(checkpoint_id, self._allow)
 
-    def may_read(self, checkpoint_id: str) -> bool:
+    async def may_read(self, checkpoint_id: str) -> bool:
         """Whether :meth:`check` passes."""
         try:
-            self.check(checkpoint_id)
+            await self.check(checkpoint_id)
         except PannierError:
             return False
         return True
@@ -65,14 +67,11 @@ class StoredBlocks:
         store = self._stores.get(checkpoint_id)
         if store is None:
             store = self._stores[checkpoint_id] = self._open_store(checkpoint_id)
+            if isinstance(store, LocalStore):
+                # A symbolic link may lead outside of the allowed roots.
+                store.allow = self._allow
             self._connecting[checkpoint_id] = set()
         self._used_at[checkpoint_id] = end = time.monotonic() + timeouts.BLOCK_S
-        if store.host_local:
-            # A symbolic link may lead outside of the allowed roots.
-            try:
-                await setup_threads.run(check_allowed, f"{checkpoint_id}/{name}", self._allow)
-            except InvalidRequestError as error:
-                raise StorageError(str(error)) from error
         connecting = self._connecting.get(checkpoint_id)
         if connecting is not None:
             # Another request would wait for the same connection and credentials.

@@ -46,7 +46,7 @@ class PeerServicer(restore_pb2_grpc.PeerServicer):
     ) -> AsyncIterator[restore_pb2.ReadBlockResponse]:
         """Sends a block."""
         limits.check_read_block(request)
-        self._blocks.check_peer(request)
+        await self._blocks.check_peer(request)
         sent = False
         try:
             async with aclosing(self._from_spool(request)) as responses:

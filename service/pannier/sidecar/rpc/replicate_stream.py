@@ -39,7 +39,7 @@ class ReplicateStream:
         if first is None or first.WhichOneof("request") != "start":
             raise InvalidRequestError("a stream with a replica begins with `start`")
         held = self._replicas.held
-        self._replicas.check_start(first.start)
+        await self._replicas.check_start(first.start)
         replica = await held.open(first.start)
         try:
             await held.begin(replica, self, self._cancel)

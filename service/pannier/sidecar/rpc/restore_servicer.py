@@ -72,7 +72,7 @@ class RestoreServicer(restore_pb2_grpc.RestoreServicer):
             response.token_first = self._token_first
         response.MergeFrom(self._peer())
         response.wire_version = WIRE_VERSION
-        response.restore_budget = self._blocks.budget_for(request.checkpoint_id)
+        response.restore_budget = await self._blocks.budget_for(request.checkpoint_id)
         return response
 
     async def Fetch(
@@ -85,7 +85,7 @@ class RestoreServicer(restore_pb2_grpc.RestoreServicer):
                 f"rank {start.rank} speaks wire version {start.wire_version}, the sidecar of "
                 f"{self._blocks.host} {WIRE_VERSION}"
             )
-        self._blocks.check_start(start)
+        await self._blocks.check_start(start)
         stream = FetchStream(self._blocks, start)
         stream.open(messages)
         try:

@@ -166,13 +166,13 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         limits.check_plan(request)
         if request.prepare:
             # A prepared plan belongs to no save, so nothing is recorded here.
-            self._ingest.check(request.context)
+            await self._ingest.check(request.context)
             prepared: sidecar_pb2.PlanResponse = await self._call(
                 "Plan", request, request.timeout_s
             )
             return prepared
         try:
-            rank = self._enter(request.context)
+            rank = await self._enter(request.context)
             if rank.save.outcome is not None:
                 raise rank.save.ended_error()
         except SaveAbortedError:
@@ -196,7 +196,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
     ) -> sidecar_pb2.BeginResponse:
         """Forwards the opening of a save that torch plans."""
         limits.check_seconds(save_timeout_s=request.save_timeout_s)
-        rank = self._enter(request.context)
+        rank = await self._enter(request.context)
         self._saves.check(rank)
         self._saves.limit_time(rank, 0, request.save_timeout_s)
         response: sidecar_pb2.BeginResponse = await self._forward(
@@ -229,7 +229,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             raise header
         if not isinstance(header, sidecar_pb2.FileHeader):
             raise InvalidRequestError("a Write stream begins with the file's header")
-        rank = self._enter(header.context)
+        rank = await self._enter(header.context)
         file = await self._complete(self._ingest.open(header, rank))
         has_turn = False
 
@@ -272,7 +272,8 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self, request: sidecar_pb2.HandOverRequest, context: Any
     ) -> sidecar_pb2.HandOverResponse:
         """Returns once the rank is ingested, or handed over with a claim that isn't confirmed."""
-        await self._complete(self._ingest.hand_over(request, self._enter(request.context)))
+        rank = await self._enter(request.context)
+        await self._complete(self._ingest.hand_over(request, rank))
         return sidecar_pb2.HandOverResponse()
 
     async def Finish(
@@ -282,7 +283,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         limits.check_metadata(request.metadata)
         limits.check_words(attempt=request.attempt)
         limits.check_seconds(timeout_s=request.timeout_s)
-        self._enter(request.context)
+        await self._enter(request.context)
         response: sidecar_pb2.FinishResponse = await self._coordinator.call(
             "Finish", request, request.timeout_s, timed=True
         )
@@ -311,8 +312,8 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self._connections.ping(request)
         return sidecar_pb2.PingResponse()
 
-    def _enter(self, context: sidecar_pb2.SaveContext) -> RankSave:
-        self._ingest.check(context)
+    async def _enter(self, context: sidecar_pb2.SaveContext) -> RankSave:
+        await self._ingest.check(context)
         rank = self._saves.enter(context)
         self._connections.expect(rank)
         return rank

@@ -139,6 +139,8 @@ class Journal:
         self._first_size = 0
         self._renamed = False
         """The file was exchanged, and its directory isn't synced yet."""
+        self.sync_failed = False
+        """Records may be missing on disk although they can be read: only :meth:`rewrite` helps."""
 
     def read(self) -> Contents:
         """Reads what an earlier process left. Raises ConfigurationError, and changes nothing."""
@@ -245,20 +247,36 @@ class Journal:
                 ) from error
 
     def sync(self) -> None:
-        """Returns when all that was added before is on disk. Thread-safe. Raises PannierError."""
+        """Returns when all that was added before is on disk. Thread-safe.
+
+        Raises PannierError, also later, until the file was rewritten: the kernel reports an error once, and the
+        next sync would succeed without the pages that were lost.
+        """
         wanted = self._size
         with self._sync_lock:
             self._check_there()
             if self._synced >= wanted and not self._renamed:
                 return
+            if self.sync_failed:
+                raise PannierError(
+                    f"the journal {self.path}: an earlier fsync failed, and the sidecar has not written the "
+                    "records to another file yet: does the disk have errors?"
+                )
             with self._lock:
                 reached = self._size
             try:
-                os.fdatasync(self._fd)
+                self._sync_file()
                 self._sync_rename()
             except OSError as error:
                 raise PannierError(f"the journal {self.path}: fsync failed: {error}") from error
             self._synced = reached
+
+    def _sync_file(self) -> None:
+        try:
+            os.fdatasync(self._fd)
+        except OSError:
+            self.sync_failed = True
+            raise
 
     def _sync_rename(self) -> None:
         """Without it, the file that was replaced might be back after a loss of power."""
@@ -276,6 +294,7 @@ class Journal:
     def _use(self, fd: int, size: int) -> None:
         previous, self._fd = self._fd, fd
         self._size = self._synced = self._first_size = size
+        self.sync_failed = False
         if previous >= 0:
             with suppress(OSError):  # of a file that isn't needed any more
                 os.close(previous)

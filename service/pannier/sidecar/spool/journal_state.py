@@ -151,7 +151,7 @@ class JournalState:
     # The file.
 
     async def compact(self) -> None:
-        """Rewrites the journal if it has grown. To be called now and then; may take long."""
+        """Rewrites the journal if it has grown or couldn't be synced. To be called now and then; may take long."""
         await self._run(self._compact)
 
     async def close(self, *, keep_copies: bool) -> set[str]:
@@ -173,7 +173,8 @@ class JournalState:
     # In the journal's thread.
 
     def _compact(self) -> None:
-        if self._journal.growth < max(_GROWTH, self._journal.compact, 2 * self._full):
+        enough = max(_GROWTH, self._journal.compact, 2 * self._full)
+        if self._journal.growth < enough and not self._journal.sync_failed:
             return
         try:
             self._journal.rewrite(self._records())

@@ -175,10 +175,16 @@ class RankStates:
         later = RankStates()
         for record in beyond:
             later.apply(record)
+            known = self.by_number.get(record.part)
+            if known is None or record.opened.name not in known.files:
+                # Also if the new owner's first record is lost: the earlier content is gone.
+                self._take(record.opened.spool_file)
         for state in later:
             if state.number not in self.by_number:
                 self.by_number[state.number] = state
                 state.receipt, state.stored = None, False
+                for file in state.files.values():
+                    self._take(file.spool_file, file)
         self.highest = max(self.highest, later.highest)
         for state in self:
             if state.receipt is None and state.failure is None and state.ended is None:
@@ -195,11 +201,15 @@ class RankStates:
             return
         file = FileState(opened.name, opened.size, opened.spool_file, opened.stamp, opened.boot_id)
         state.files[file.name] = file
-        if file.spool_file:
-            previous = self._by_spool_file.get(file.spool_file)
-            if previous is not None:
-                previous.spool_file = ""
-            self._by_spool_file[file.spool_file] = file
+        self._take(file.spool_file, file)
+
+    def _take(self, spool_file: str, owner: FileState | None = None) -> None:
+        """From now on, ``spool_file`` belongs to no earlier data file, but to ``owner`` if it is known."""
+        previous = self._by_spool_file.pop(spool_file, None)
+        if previous is not None:
+            previous.spool_file = ""
+        if owner is not None and spool_file:
+            self._by_spool_file[spool_file] = owner
 
     @staticmethod
     def _hold(state: RankState, held: journal_pb2.FileHeld) -> None:

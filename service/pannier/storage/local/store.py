@@ -49,7 +49,7 @@ from pannier.storage.local.lock import Locked, locked, release_unheld
 from pannier.storage.retry import UnsettledError, in_time, settle
 from pannier.storage.source_reader import SourceReader
 from pannier.storage.upload_threads import UploadThreads
-from pannier.storage.url import check_key
+from pannier.storage.url import check_key, is_allowed_file
 from pannier.wire import object_names
 
 T = TypeVar("T")
@@ -62,6 +62,8 @@ class LocalStore(Store):
 
     upload_memory = BUFFER
     host_local = True
+    allow: Sequence[str] = ()
+    """Roots that files must lie below to be read, wherever symbolic links lead; empty: anywhere."""
 
     def __init__(self, location: Location, threads: UploadThreads, *, deadline_s: float) -> None:
         self._root = Path(location.path)
@@ -195,7 +197,7 @@ class LocalStore(Store):
         """See :meth:`Store.read`."""
         path = self._path(key)
         with _os_errors(path):
-            return await self._call(_read, path, offset, length)
+            return await self._call(_read, path, offset, length, self.allow)
 
     @in_time
     async def stat(self, key: str) -> ObjectInfo | None:
@@ -304,19 +306,24 @@ def _check_kind(path: Path, found: os.stat_result) -> None:
         )
 
 
-def _open_regular(path: Path) -> FileIO:
+def _open_regular(path: Path, allow: Sequence[str] = ()) -> FileIO:
     # Without O_NONBLOCK a pipe would wait for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_kind(path, os.fstat(fd))
+        # Not before it is open: links on the way to it may change at any time.
+        if allow and not is_allowed_file(os.readlink(f"/proc/self/fd/{fd}"), allow):
+            raise DeniedError(
+                f"{path} leads to a file that is not below an allowed root ({', '.join(allow)})"
+            )
         return FileIO(fd, "rb")
     except BaseException:
         os.close(fd)
         raise
 
 
-def _read(path: Path, offset: int, length: int | None) -> bytes:
-    with _open_regular(path) as file:
+def _read(path: Path, offset: int, length: int | None, allow: Sequence[str] = ()) -> bytes:
+    with _open_regular(path, allow) as file:
         file.seek(offset)
         if length is None:
             return file.readall()
