@@ -12,7 +12,13 @@ from pannier.attempts import extra_files
 from pannier.attempts.decisions import new_decision
 from pannier.attempts.delete_attempt import remove_attempt
 from pannier.attempts.metadata_refs import referenced_files
-from pannier.attempts.metadata_swap import check_free, find_newer, install, publish_candidate
+from pannier.attempts.metadata_swap import (
+    check_free,
+    clash_of_groups,
+    find_newer,
+    install,
+    publish_candidate,
+)
 from pannier.storage import Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
@@ -76,6 +82,8 @@ async def check_commit(
 ) -> None:
     """Raises the error that forbids the COMMIT of an attempt, as :func:`prepare_commit`; writes nothing."""
     newer = await find_newer(store, attempt)
+    if clash := clash_of_groups(newer, attempt.name):
+        raise SupersededError(f"{store.url} {clash}")
     if newer is not None:
         raise SupersededError(f"a newer save, {newer.name}, was committed to {store.url} meanwhile")
     await check_free(store, save=save, attempt=attempt.name, overwrite=overwrite)

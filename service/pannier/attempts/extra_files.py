@@ -86,10 +86,15 @@ async def check_writable(store: Store, files: Iterable[records_pb2.ExtraFile]) -
     await for_each(check, files, parallel=_PARALLEL)
 
 
-async def write_copies(store: Store, commit: records_pb2.Decision) -> None:
+async def write_copies(
+    store: Store, commit: records_pb2.Decision, *, but: Collection[str] = ()
+) -> None:
     """Writes the copies of a COMMIT, also over equal ones, so that no concurrent removal removes them.
 
     After an error no other copy is begun; it is raised when no write is under way any more.
+
+    Args:
+        but: names that stay as they are.
 
     Raises IntegrityError when the bytes aren't what was decided.
     """
@@ -106,7 +111,8 @@ async def write_copies(store: Store, commit: records_pb2.Decision) -> None:
             raise
 
     # The caller may remove the copies after an error: no write may take effect after it was raised.
-    await for_each(write, commit.extra_files, parallel=_PARALLEL, try_all=True)
+    files = [file for file in commit.extra_files if file.name not in but]
+    await for_each(write, files, parallel=_PARALLEL, try_all=True)
 
 
 async def _write_copy(store: Store, file: records_pb2.ExtraFile) -> None:
@@ -125,12 +131,23 @@ async def _write_copy(store: Store, file: records_pb2.ExtraFile) -> None:
     raise StorageError(f"{store.url}/{file.name} changed {_RACES} times while it was written")
 
 
-async def missing_copies(store: Store, commit: records_pb2.Decision) -> bool:
-    """Whether a copy of a COMMIT is missing or has another content."""
+async def missing_copies(store: Store, commit: records_pb2.Decision) -> set[str]:
+    """Names of a COMMIT's copies that are missing or have another content."""
     found = await for_each(
         lambda file: find_copy(store, file), commit.extra_files, parallel=_PARALLEL
     )
-    return not all(found)
+    return {file.name for file, copy in zip(commit.extra_files, found, strict=True) if not copy}
+
+
+async def find_foreign(
+    store: Store, names: Collection[str], commits: Iterable[records_pb2.Decision]
+) -> set[str]:
+    """Those of the names under which there is something else than a copy of one of the COMMITs."""
+    files = [file for each in commits for file in each.extra_files if file.name in names]
+    copies = await for_each(lambda file: find_copy(store, file), files, parallel=_PARALLEL)
+    others = sorted({*names} - {info.key for info in copies if info is not None})
+    found = await for_each(store.stat, others, parallel=_PARALLEL)
+    return {info.key for info in found if info is not None}
 
 
 async def remove_copies(

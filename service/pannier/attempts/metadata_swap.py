@@ -21,8 +21,8 @@ from typing import Final, NamedTuple, NoReturn
 
 import crc32c
 
-from pannier.attempts.decisions import find_committed, read_decision
-from pannier.attempts.extra_files import missing_copies, remove_copies, write_copies
+from pannier.attempts.decisions import find_committed, read_decision, read_decisions
+from pannier.attempts.extra_files import find_foreign, missing_copies, remove_copies, write_copies
 from pannier.attempts.manifests import ManifestRecord, read_manifest
 from pannier.attempts.metadata_refs import saved_by
 from pannier.common.fault_points import point
@@ -103,6 +103,8 @@ def _check_replaceable(
 ) -> None:
     committed = stands.committed
     continues = ""
+    if clash := clash_of_groups(stands.attempt, attempt):
+        raise OccupiedError(f"{store.url} {clash}")
     if stands.info is None or stands.removed or overwrite == save_pb2.OVERWRITE_ANY:
         return
     if committed is None:
@@ -119,6 +121,24 @@ def _check_replaceable(
     raise OccupiedError(
         f"{store.url} holds {whose}: save to another checkpoint_id, {continues}or give "
         "overwrite=True to replace it"
+    )
+
+
+def clash_of_groups(standing: object_names.Attempt | None, attempt: str) -> str:
+    """Why the current checkpoint, of another group of the same incarnation, counts as newer; "": it doesn't.
+
+    Args:
+        attempt: that is to replace it; empty: not known.
+    """
+    own = object_names.Attempt.parse(attempt) if attempt else None
+    if standing is None or own is None or standing <= own:
+        return ""
+    if standing.incarnation != own.incarnation or standing.group == own.group:
+        return ""
+    return (
+        f"holds save number {standing.number} of process group {standing.group}, and this is save number "
+        f"{own.number} of process group {own.group}: the higher number counts as newer; give each process "
+        "group checkpoint ids of its own"
     )
 
 
@@ -223,7 +243,7 @@ async def settle_copies(
 ) -> list[ObjectInfo]:
     """Makes the copies of extra files those of the checkpoint that ``.metadata`` names.
 
-    Every process calls it after it has changed copies, and after it has replaced ``.metadata``: so the last
+    What no save has written stays: a user may have edited a copy. Every process calls it after it has changed copies, and after it has replaced ``.metadata``: so the last
     of several concurrent processes leaves the right copies, whatever their order.
 
     Args:
@@ -246,11 +266,18 @@ async def settle_copies(
             info for each in (*gone, *written) for info in await remove_copies(store, each, kept)
         ]
         removed += now
-        if standing is not None and await missing_copies(store, standing):
+        missing, foreign = set[str](), set[str]()
+        if standing is not None:
+            missing = await missing_copies(store, standing)
+        if missing:
+            known = (await read_decisions(store, stands.records)).known.values()
+            foreign = await find_foreign(store, missing, (*gone, *known))
+            missing -= foreign
+        if standing is not None and missing:
             # This checkpoint may have been replaced meanwhile by one with other names.
             written.append(standing)
             try:
-                await write_copies(store, standing)
+                await write_copies(store, standing, but=foreign)
             except NotFoundError:
                 # The checkpoint is being removed, or is damaged.
                 if lacking == standing:

@@ -4,7 +4,6 @@ In: requests. Out: responses, once their save has reached the state that they wa
 requests in :class:`Save` objects and waits for their tasks, which decide everything. Event loop only.
 """
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -12,7 +11,7 @@ from typing import Any, Final
 
 import grpc
 
-from pannier.common import timeouts
+from pannier.common import observer_clock, timeouts
 from pannier.common.rank_phase import has_reached
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.custom_planners import Planners
@@ -242,18 +241,34 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             self._callers[caller] -= 1
             if not self._callers[caller]:
                 del self._callers[caller]
-                if broken and not save.ended:
-                    loop = asyncio.get_running_loop()
-                    loop.call_later(timeouts.CALL_RETURN_S, self._fail_broken_call, save, rank)
+                if broken:
+                    self._check_broken_call(save, rank, timeouts.CALL_RETURN_S)
 
-    def _fail_broken_call(self, save: Save, rank: int) -> None:
-        state = save.ranks[rank]
-        if save.written and state.host not in {each.host for each in self._streams.attached()}:
-            # The sidecar is disconnected, too: it may be attached to another coordinator, which has
-            # resumed this save. Storage shows that, or the deadline passes.
-            return
-        unplanned = not has_reached(state.phase, save_pb2.RANK_PHASE_PLANNED)
-        if unplanned and not self._callers[(save.key, rank)] and not save.deciding:
+    def _check_broken_call(self, save: Save, rank: int, after_s: float) -> None:
+        """Fails the rank later unless it has called again, or its sidecar is disconnected, too.
+
+        That sidecar may be restarted, cut off, or attached to another coordinator, which has resumed the
+        save: the trainer's call comes again, storage shows the outcome, or the save's deadline passes.
+        """
+
+        def check() -> None:
+            state = save.ranks[rank]
+            if (
+                save.ended
+                or save.deciding
+                or self._callers[(save.key, rank)]
+                or has_reached(state.phase, save_pb2.RANK_PHASE_PLANNED)
+            ):
+                return
+            attached = [
+                peer.attached_at
+                for peer in self._streams.attached()
+                if peer.host == state.host and peer.job in ("", save.context.save.job)
+            ]
+            latest = observer_clock.now() - timeouts.TRAINER_CONNECT_S
+            if not attached or max(attached) > latest:
+                self._check_broken_call(save, rank, timeouts.SIDECAR_RETURN_S)
+                return
             save.fail(
                 save_pb2.FAILURE_KIND_LOST,
                 "the rank's Plan call was cut off and not repeated within "
@@ -261,6 +276,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 rank,
                 timed_out=True,
             )
+
+        observer_clock.call_later(after_s, check)
 
 
 class _Registrar:

@@ -173,6 +173,38 @@ def test_what_someone_else_wrote_since_stays() -> None:
     on_fresh_store(scenario)
 
 
+def test_what_someone_edited_stays_when_an_earlier_attempt_is_swept() -> None:
+    new = {"meta.pt": b"new", "other.json": b"{}"}
+
+    async def scenario(store: Store) -> None:
+        await save(store, FIRST, OLD)
+        await save(store, SECOND, new)
+        info = await store.stat("meta.pt")
+        assert info is not None
+        await store.replace("meta.pt", b"edited", expected=info.generation)
+        # Also where another copy is written again.
+        await store.delete("other.json")
+        await sweep_checkpoint(store, grace_s=0)
+        assert FIRST.name not in {object_names.attempt_of(each.key) for each in await store.list()}
+        assert await plain(store) == {**new, "meta.pt": b"edited"}
+
+    on_fresh_store(scenario)
+
+
+def test_what_an_earlier_attempt_wrote_late_is_replaced() -> None:
+    async def scenario(store: Store) -> None:
+        await save(store, FIRST, OLD)
+        await save(store, SECOND, {"meta.pt": b"new"})
+        info = await store.stat("meta.pt")
+        assert info is not None
+        # By a process that was killed just then.
+        await store.replace("meta.pt", OLD["meta.pt"], expected=info.generation)
+        await sweep_checkpoint(store, grace_s=0)
+        assert await plain(store) == {"meta.pt": b"new"}
+
+    on_fresh_store(scenario)
+
+
 def test_an_aborted_attempt_leaves_none() -> None:
     async def scenario(store: Store) -> None:
         await ingest(store, FIRST, OLD)

@@ -239,6 +239,27 @@ def test_older_save_never_replaces_a_newer(sockets: Path, tmp_path: Path) -> Non
     assert str(metadata.storage_meta.save_id).endswith("-s2")
 
 
+def test_save_of_another_group_with_lower_numbers_is_refused_at_once(
+    sockets: Path, tmp_path: Path
+) -> None:
+    place = str(tmp_path / "root" / "best")
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as client:
+            sidecar = await client.attach()
+            finals = await plan_both(client, place, 5)
+            await make_durable(sidecar, place, finals, 5)
+            await sidecar.await_state(context(0, place, number=5).save, COMMITTED)
+            who = context(0, place, ranks=(0,), world_size=2)
+            with pytest.raises(
+                SaveAbortedError,
+                match=r"save number 5 of process group .* save number 1 of .*ids of its own",
+            ):
+                await client.plan(who, halves(0))
+
+    asyncio.run(scenario())
+
+
 def test_missing_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path) -> None:
     place = str(tmp_path / "root" / "step-1")
 
@@ -363,12 +384,17 @@ def test_loss_of_an_ingested_trainer_changes_nothing(sockets: Path, tmp_path: Pa
     asyncio.run(scenario())
 
 
-def test_rank_that_dies_while_planning_is_lost_at_once(sockets: Path, tmp_path: Path) -> None:
+def test_rank_that_dies_while_planning_is_lost_at_once(
+    sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = str(tmp_path / "root" / "step-1")
+    # Its sidecar is attached for longer.
+    monkeypatch.setattr(timeouts, "TRAINER_CONNECT_S", 0.0)
 
     async def scenario() -> None:
         async with coordinator(sockets) as client:
             ranks = (0, 1, 2)
+            await client.attach(context(1, place, ranks=ranks).host)
             dying = asyncio.create_task(client.plan(context(1, place, ranks=ranks), halves(1)))
             waiting = asyncio.create_task(client.plan(context(0, place, ranks=ranks), halves(0)))
             await client.await_plans(place, 0, 1)
@@ -381,6 +407,32 @@ def test_rank_that_dies_while_planning_is_lost_at_once(sockets: Path, tmp_path: 
             }
             cut = f"Plan call was cut off and not repeated within {timeouts.CALL_RETURN_S:g} s"
             assert cut in str(caught.value)
+
+    asyncio.run(scenario())
+
+
+def test_rank_whose_sidecar_is_restarted_while_planning_calls_again(
+    sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = str(tmp_path / "root" / "step-1")
+    monkeypatch.setattr(timeouts, "CALL_RETURN_S", 0.1)
+    monkeypatch.setattr(timeouts, "SIDECAR_RETURN_S", 0.1)
+
+    async def scenario() -> None:
+        async with coordinator(sockets) as client:
+            host = context(0, place).host
+            killed = await client.attach(host)
+            broken = asyncio.create_task(client.plan(context(0, place), halves(0)))
+            await client.await_plans(place, 0)
+            await killed.close()
+            broken.cancel()
+            await asyncio.sleep(0.5)
+            # It is serving again, and its trainer has not called yet.
+            await client.attach(host)
+            await asyncio.sleep(0.5)
+            again = asyncio.create_task(client.plan(context(0, place), halves(0)))
+            final = await client.plan(context(1, place), halves(1))
+            assert (await again).plan_id == final.plan_id
 
     asyncio.run(scenario())
 
@@ -878,7 +930,7 @@ def test_what_torch_plans_is_refused_to_an_incarnation_that_was_followed(
 
     async def scenario() -> None:
         async with coordinator(sockets) as client:
-            who = context(0, place, ranks=(0,))
+            who = context(0, place, ranks=(0,), world_size=2)
             begin = sidecar_pb2.BeginRequest(context=who, wire_version=WIRE_VERSION)
             await client.call("Begin", begin)
             plan = local_plan([tensor("w", 1)])

@@ -187,10 +187,11 @@ def test_one_whose_time_is_over_is_aborted_by_name(
     run(tmp_path, story)
 
 
-def test_what_was_never_planned_does_not_wait_for_a_planned_ones_time(
+def test_what_was_never_planned_ends_a_saves_time_after_its_last_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeouts, "RESUMED_SAVE_S", 0.2)
+    monkeypatch.setattr(timeouts, "RESUMED_SAVE_S", 0.1)
+    monkeypatch.setattr(timeouts, "DEFAULT_SAVE_S", 0.2)
     place = tmp_path / "step-3"
     write_attempt(place, LEFT, commit=False, timeout_s=900)
     (place / object_names.manifest(LEFT)).unlink()
@@ -209,8 +210,9 @@ def test_what_was_never_planned_does_not_wait_for_a_planned_ones_time(
     run(tmp_path, story)
 
 
+@pytest.mark.parametrize("durable", [True, False], ids=["one rank is durable", "none is"])
 def test_what_torch_plans_has_a_saves_time_for_the_receipts_that_its_manifest_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
     monkeypatch.setattr(timeouts, "RESUMED_SAVE_S", 0.2)
     place = tmp_path / "step-3"
@@ -218,6 +220,10 @@ def test_what_torch_plans_has_a_saves_time_for_the_receipts_that_its_manifest_fo
     manifest = place / object_names.manifest(LEFT)
     content = manifest.read_bytes()
     manifest.unlink()
+    receipt = place / object_names.receipt(LEFT, 0)
+    kept = receipt.read_bytes()
+    if not durable:
+        receipt.unlink()
 
     async def story(scene: Scene) -> None:
         await scene.begin()
@@ -227,33 +233,13 @@ def test_what_torch_plans_has_a_saves_time_for_the_receipts_that_its_manifest_fo
         assert shown.state == save_pb2.SAVE_STATE_UPLOADING
         assert shown.waiting_on.deadline_s > timeouts.DEFAULT_SAVE_S / 2
         # Its own coordinator goes on.
+        receipt.with_name("new").write_bytes(kept)
+        receipt.with_name("new").replace(receipt)
         write()
         manifest.with_name("new").write_bytes(content)
         manifest.with_name("new").replace(manifest)
         await scene.done()
         assert scene.state() == save_pb2.SAVE_STATE_COMMITTED
-
-    run(tmp_path, story)
-
-
-def test_a_first_receipt_gives_what_torch_plans_a_saves_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Until it is looked at again; on a busy machine the receipt must come before.
-    monkeypatch.setattr(timeouts, "RESUMED_SAVE_S", 3.0)
-    place = tmp_path / "step-3"
-    write = without_receipt(place, 1)
-    (place / object_names.manifest(LEFT)).unlink()
-    (place / object_names.receipt(LEFT, 0)).unlink()
-
-    async def story(scene: Scene) -> None:
-        await scene.begin()
-        await until(lambda: scene.status.list())
-        assert scene.status.get(KEY).waiting_on.deadline_s <= timeouts.RESUMED_SAVE_S
-        write()
-        await until(
-            lambda: scene.status.get(KEY).waiting_on.deadline_s > timeouts.DEFAULT_SAVE_S / 2
-        )
 
     run(tmp_path, story)
 

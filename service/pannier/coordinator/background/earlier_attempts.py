@@ -2,9 +2,8 @@
 
 In: the first save of an incarnation below a root. Out: the end of each undecided attempt of the job's
 earlier incarnations: committed once all its receipts are in storage, or aborted, naming the missing ranks,
-once its deadline has passed by the store's clock. An attempt without a manifest is aborted a while after its
-last object, or after a save's default time if ranks have receipts, as in a save that torch plans. Status and
-log name these attempts meanwhile. Attempts whose sidecars report to this coordinator are left to their save's
+once its deadline has passed by the store's clock. An attempt without a manifest is aborted a save's default
+time after its last object. Status and log name these attempts meanwhile. Attempts whose sidecars report to this coordinator are left to their save's
 task. One task for each root and incarnation. Event loop only.
 """
 
@@ -102,12 +101,9 @@ class _Earlier:
         now = time.monotonic() + self.clock
         self.extend(found.modified + timeouts.RESUMED_SAVE_S - now)
         if found.manifest is None:
-            # In a save that Pannier plans, the manifest precedes all receipts. So an attempt with receipts
-            # was planned by torch, whose manifest comes after all receipts. Without receipts, the trainers
-            # ended before the save was planned; a sidecar that continues such a save reports it here.
-            receipts = object_names.receipts_prefix(found.attempt)
-            if any(info.key.startswith(receipts) for info in objects):
-                self.extend(found.modified + timeouts.DEFAULT_SAVE_S - now)
+            # Of a save that torch plans, the manifest comes last: its own coordinator may be alive, and wait
+            # for uploads, which show nothing until a file is complete.
+            self.extend(found.modified + timeouts.DEFAULT_SAVE_S - now)
             return
         manifest = object_names.manifest(found.attempt)
         planned = [info.modified for info in objects if info.key == manifest]
