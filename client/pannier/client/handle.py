@@ -179,6 +179,8 @@ class CommitCallbacks:
         self._errors = errors
         self._changed = Condition()
         self._running: set[threading.Thread] = set()
+        self._waiting: set[threading.Thread] = set()
+        """Threads of callbacks that wait for the others."""
 
     def start(self, callback: Callable[[SaveResult], object], result: SaveResult) -> None:
         """Calls ``callback`` in a thread, for which an ending interpreter waits."""
@@ -193,10 +195,20 @@ class CommitCallbacks:
             self._run(thread, callback, result)
 
     def wait(self, timeout: float | None) -> bool:
-        """Waits until no callback runs, except one that calls this; False after ``timeout`` seconds."""
-        own = {threading.current_thread()}
+        """Waits until no callback runs; False after ``timeout`` seconds.
+
+        A callback that calls this doesn't wait for itself, nor for others that wait here, too.
+        """
+        own = threading.current_thread()
         with self._changed:
-            return self._changed.wait_for(lambda: self._running <= own, timeout)
+            if own not in self._running:
+                return self._changed.wait_for(lambda: not self._running, timeout)
+            self._waiting.add(own)
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: self._running <= self._waiting, timeout)
+            finally:
+                self._waiting.discard(own)
 
     def _run(
         self,
@@ -279,6 +291,10 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
 
     ``result()`` returns when the checkpoint is committed, and raises when it
     won't be. The save can't be cancelled: other ranks take part in it.
+
+    A function given to ``add_done_callback``, here or on another future of the save, runs on a thread that
+    all saves of the process need, and must return soon: there, a wait for all saves, another save and
+    ``close()`` raise InvalidRequestError. :meth:`add_commit_callback` has no such limit.
     """
 
     # AsyncSaveResponse is a dataclass: it compares by value and isn't hashable.

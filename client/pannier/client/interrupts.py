@@ -99,11 +99,38 @@ class Event:
 
 
 class SafeFuture(Future[_T]):
-    """A future that the main thread may wait for."""
+    """A future that the main thread may wait for.
+
+    What its callbacks raise is logged, SystemExit too: they run on threads that all saves need.
+    """
+
+    _done_callbacks: list[Callable[[Future[_T]], object]]
 
     def __init__(self) -> None:
         super().__init__()
         self._condition = Condition()
+
+    def _invoke_callbacks(self) -> None:
+        for callback in self._done_callbacks:
+            was_in_callback, _here.in_callback = in_callback(), True
+            try:
+                callback(self)
+            except BaseException:  # noqa: BLE001 - the user's code
+                _log.exception("a callback of %r failed", self)
+            finally:
+                _here.in_callback = was_in_callback
+
+
+class _Here(threading.local):
+    in_callback = False
+
+
+_here: Final = _Here()
+
+
+def in_callback() -> bool:
+    """Whether this thread runs a callback of a :class:`SafeFuture` that it has ended itself."""
+    return _here.in_callback
 
 
 _Answer = queue.SimpleQueue[tuple[Any, BaseException | None]]

@@ -36,7 +36,7 @@ from pannier.client.staging.stager import add_extra_files
 from pannier.client.transport.channel import keep_in_children
 from pannier.client.transport.membership import Membership
 from pannier.client.transport.save_task import SaveTask
-from pannier.client.transport.saves_in_progress import SavesInProgress
+from pannier.client.transport.saves_in_progress import SavesInProgress, check_may_wait
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common.deadline import Deadline
 from pannier.common.save_interval import SaveCost
@@ -98,6 +98,7 @@ class SaveFactory:
         On a rank that missed saves of the others, ``body`` runs again, as their next save. An
         exception from ``body`` ends the save on all ranks.
         """
+        check_may_wait("a save")
         member = self.membership(no_dist)
         member.check_process()
         group = member.world.group(process_group)
@@ -269,14 +270,16 @@ class SaveFactory:
         check_single_process(no_dist)
         alone = is_alone(no_dist)
         with self._lock:
-            member = self._memberships.get(alone)
+            old = member = self._memberships.get(alone)
             if member is None or not member.world.is_current():
-                if member is not None:
+                if old is not None:
                     # torch.distributed was set up again; saves in progress keep the old membership.
                     self._plans.clear()
-                    self._old_memberships.append(member)
+                    self._old_memberships.append(old)
                 member = self._memberships[alone] = Membership(World(alone=alone), self.settings)
-            return member
+        if old not in (None, member):
+            self._disconnect_old()
+        return member
 
     def close(self, timeout: float | None) -> None:
         """Waits until the saves in progress are ingested, then disconnects; may be repeated after a time-out.
@@ -284,7 +287,9 @@ class SaveFactory:
         Raises:
             PannierError: a save failed and its error was not retrieved.
             DeadlineError: some are not ingested after ``timeout`` seconds; names them.
+            InvalidRequestError: this thread is needed to end the saves.
         """
+        check_may_wait("close()")
         self._refuses_saves = True
         if self.is_closed:
             self.saves.errors.raise_all()
@@ -294,6 +299,10 @@ class SaveFactory:
             if not self.slots.close(timeout):
                 raise DeadlineError(
                     f"timed out after {timeout:g} s; not yet ingested: {self.saves}"
+                )
+            if not self.saves.wait_for_users(None if deadline is None else deadline.remaining()):
+                raise DeadlineError(
+                    f"timed out after {timeout:g} s: a dcp.save with this client has not ended"
                 )
             if self._must_wait():
                 self.saves.wait(None if deadline is None else deadline.remaining(), timeout)
@@ -343,6 +352,7 @@ class SaveFactory:
         return f"the sidecar at {self.settings.sidecar}"
 
     def _disconnect_if_done(self) -> None:
+        self._disconnect_old()
         if self._refuses_saves and not self.saves:
             self._disconnect(announce=True)
             self._let_go_if_done()
@@ -372,6 +382,14 @@ class SaveFactory:
         except (KeyboardInterrupt, SystemExit):
             self.saves.abandon("not committed, and the embedded daemons end with it")
 
+    @shielded
+    def _disconnect_old(self) -> None:
+        for member in list(self._old_memberships):
+            member.close(self._is_unused, announce=True)
+
+    def _is_unused(self, sidecar: SidecarClient) -> bool:
+        return not self.saves.need(sidecar)
+
     def _members(self) -> list[Membership]:
         with self._lock:
             return [*self._old_memberships, *self._memberships.values()]
@@ -379,7 +397,7 @@ class SaveFactory:
     @shielded
     def _disconnect(self, *, announce: bool = False) -> None:
         for member in self._members():
-            member.close(lambda sidecar: not self.saves.need(sidecar), announce=announce)
+            member.close(self._is_unused, announce=announce)
 
 
 def _request_plan(

@@ -524,6 +524,53 @@ def test_a_save_of_torch_ends_when_the_client_is_closed_meanwhile(
     assert "the client was closed" in str(raised[0])
 
 
+def test_close_waits_for_torch_to_finish_what_is_ingested(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = sidecar_pb2.BeginResponse(attempt="i1-a1-g00000000-s1")
+    finishing, may_finish = threading.Event(), threading.Event()
+    closed: list[bool] = []
+
+    def finish(session: SidecarClient, *_: Any) -> None:
+        finishing.set()
+        may_finish.wait(BOUND_S)
+        closed.append(session.is_closed)
+
+    monkeypatch.setattr(SidecarClient, "begin", lambda *_: begun)
+    monkeypatch.setattr(SidecarClient, "finish", finish)
+    writer = StorageWriter("/x/y", client=client)
+    saving = threading.Thread(
+        target=lambda: dcp.save(state(), storage_writer=writer, no_dist=True), daemon=True
+    )
+    saving.start()
+    assert finishing.wait(BOUND_S)
+    with pytest.raises(DeadlineError, match=r"a dcp\.save with this client has not ended"):
+        client.close(0.2)
+    may_finish.set()
+    client.close(BOUND_S)
+    saving.join(BOUND_S)
+    assert closed == [False]
+
+
+def test_the_connection_of_an_earlier_process_group_ends_with_its_last_save(
+    client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sidecar.commit = False
+    first = client.async_save(state(), checkpoint_id="/x/step-1")
+    member = client.save_factory._memberships[True]
+    old = member.sidecar()
+    monkeypatch.setattr(member.world, "is_current", lambda: False)
+    second = client.async_save(state(), checkpoint_id="/x/step-2")
+    sidecar.wait_for(lambda: len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 2)
+    assert not old.is_closed
+    for request in sidecar.asked(sidecar_pb2.HandOverRequest):
+        sidecar.send_status(request.context.save, save_pb2.SAVE_STATE_COMMITTED)
+    first.result(BOUND_S)
+    second.result(BOUND_S)
+    wait_until(lambda: old.is_closed)
+    assert not client.save_factory._memberships[True].sidecar().is_closed
+
+
 # Several processes without a group.
 
 

@@ -1,5 +1,6 @@
 """What a user has done after a commit: once, in a thread of its own, waited for, and never unnoticed."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,7 +19,8 @@ from pannier.client import (
 )
 from pannier.client.config import Settings
 from pannier.client.handle import Outcome, Resolver, SaveHandle, UnretrievedErrors, skipped
-from pannier.wire.errors import SaveSkippedError
+from pannier.v1 import save_pb2, sidecar_pb2
+from pannier.wire.errors import InvalidRequestError, SaveSkippedError
 from support.actors.scripted_sidecar import ScriptedSidecar
 from support.processes.stretch import BOUND_S
 
@@ -104,6 +106,52 @@ def test_it_may_wait_for_all_other_saves(client: Client) -> None:
     client.async_save(state(), checkpoint_id="/x/y", on_commit=wait)
     client.wait_all(BOUND_S)
     assert waited.is_set()
+
+
+def test_several_may_wait_for_all_saves_at_the_same_time(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    sidecar.commit = False
+    both = threading.Barrier(2)
+    waited: list[SaveResult] = []
+
+    def wait(result: SaveResult) -> None:
+        both.wait(BOUND_S)
+        client.wait_all(BOUND_S)
+        waited.append(result)
+
+    for name in ("y", "z"):
+        client.async_save(state(), checkpoint_id=f"/x/{name}", on_commit=wait)
+    sidecar.wait_for(lambda: len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 2)
+    for request in sidecar.asked(sidecar_pb2.HandOverRequest):
+        sidecar.send_status(request.context.save, save_pb2.SAVE_STATE_COMMITTED)
+    client.wait_all(BOUND_S)
+    assert len(waited) == 2
+
+
+def test_a_done_callback_may_not_wait_for_what_its_thread_ends(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    sidecar.commit = False
+    handle = client.async_save(state(), checkpoint_id="/x/y")
+    refused: list[str] = []
+
+    def call(_: object) -> None:
+        for function in (client.wait_all, client.close, lambda: client.save(state(), "/x/z")):
+            with pytest.raises(InvalidRequestError, match="use add_commit_callback") as raised:
+                function()
+            refused.append(str(raised.value))
+        # Ends only itself.
+        sys.exit(1)
+
+    handle.add_done_callback(call)
+    sidecar.wait_for(lambda: bool(sidecar.asked(sidecar_pb2.HandOverRequest)))
+    (request,) = sidecar.asked(sidecar_pb2.HandOverRequest)
+    sidecar.send_status(request.context.save, save_pb2.SAVE_STATE_COMMITTED)
+    client.wait_all(BOUND_S)
+    assert len(refused) == 3
+    sidecar.commit = True
+    client.save(state(), checkpoint_id="/x/z")
 
 
 @pytest.mark.parametrize(

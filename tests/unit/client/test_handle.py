@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -208,6 +209,17 @@ def test_asking_in_any_way_is_asking(how: str) -> None:
         with pytest.raises(SaveAbortedError):
             (handle if how == "result" else handle.upload_completion).result()
     assert resolver.outcome.retrieved
+
+
+def test_a_callback_that_exits_leaves_nothing_undone() -> None:
+    handle, resolver = make()
+    called: list[object] = []
+    for future in (handle.upload_completion, handle.ingest_completion, handle):
+        future.add_done_callback(lambda _: sys.exit(1))
+        future.add_done_callback(called.append)
+    resolver.resolve(SaveResult("/x/y", "a1", 3, 3, {}))
+    assert handle.result(0).checkpoint_id == "/x/y"
+    assert called == [handle.ingest_completion, handle.upload_completion, handle]
 
 
 def test_only_the_first_end_counts() -> None:

@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_char
 
 import pytest
@@ -68,6 +69,33 @@ def test_a_mapping_is_registered_once_and_until_it_is_unmapped(runtime: Runtime)
     pool.close()
     gc.collect()
     assert runtime.calls == [("register", address), ("unregister", address)]
+
+
+def test_a_mapping_is_let_go_on_the_device_of_the_thread_that_registered_it(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = threading.local()
+
+    @contextmanager
+    def current() -> Iterator[None]:
+        device.is_current = True
+        yield
+
+    let_go_on: list[bool] = []
+
+    def unregister(address: int) -> int:
+        let_go_on.append(getattr(device, "is_current", False))
+        return 0
+
+    monkeypatch.setattr(pinned_memory, "on_current_device", lambda: current)
+    monkeypatch.setattr(runtime, "cudaHostUnregister", unregister)
+    found = mapping(pool := ArenaPool(1))
+    assert pin(found, "cuda") == ""
+    pool.close()
+    releasing = threading.Thread(target=found.unpin)
+    releasing.start()
+    releasing.join(BOUND_S)
+    assert let_go_on == [True]
 
 
 def test_what_cannot_be_registered_says_why_and_is_not_tried_again(runtime: Runtime) -> None:

@@ -471,7 +471,7 @@ def test_a_commit_by_torch_that_is_not_answered_is_in_doubt(
 
     monkeypatch.setattr(session, "finish", finish)
     writer = StorageWriter("/x/y")
-    writer._save = WriterSave(session, CONTEXT, 60, InFlightSaves(1))
+    writer._save = WriterSave(session, CONTEXT, 60, InFlightSaves(1), SavesInProgress(lambda: None))
     with pytest.raises(InDoubtError, match=f"{error}.*may still be committed"):
         writer.finish(Metadata({}), [])
 
@@ -644,6 +644,24 @@ def test_staging_memory_that_a_stream_may_still_read_is_never_used_again(
     saving.status.forget()
     assert slots.idle == 1
     assert slots.pool.acquire([1 << 20]).files[0].address != address
+
+
+def test_a_limit_of_threads_only_makes_a_save_slower(
+    session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("pannier-send-") and thread.name.endswith("-2"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    monkeypatch.setattr(type(session), "most_streams", property(lambda _: 4))
+    saving = begin(session)
+    assert carry(saving) == ["arena"]
+    saving.handle.result(BOUND_S)
+    assert len(sidecar.files) == 5
 
 
 def test_a_save_ends_once_though_its_abort_meets_a_failed_hand_over(

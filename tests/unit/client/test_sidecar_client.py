@@ -246,6 +246,27 @@ def test_updates_reach_their_save_only_and_also_after_a_restart(
     ]
 
 
+def test_daemons_that_cannot_be_started_at_once_are_started_later(sidecar: ScriptedSidecar) -> None:
+    tries = []
+
+    def restart() -> None:
+        tries.append(None)
+        if len(tries) == 1:
+            raise OSError(24, "Too many open files")
+        if len(tries) == 2:
+            sidecar.start()
+
+    settings = Settings(sidecar=sidecar.address)
+    connected = SidecarClient.connect(settings, WHO, restart_daemons=restart)
+    updates: list[save_pb2.SaveStatus] = []
+    connected.followed.follow(CONTEXT, updates.append)
+    sidecar.stop()
+    wait_until(lambda: len(tries) >= 2)
+    sidecar.send_status(SAVE, save_pb2.SAVE_STATE_COMMITTED)
+    wait_until(lambda: bool(updates))
+    connected.close()
+
+
 def test_a_call_is_made_again_when_the_sidecar_restarts(
     session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:

@@ -259,7 +259,7 @@ class StorageWriter(storage.StorageWriter):
         if previous is not None:
             previous.abandon()
         timeout = factory.settings.save_timeout if self._timeout is None else self._timeout
-        self._save = WriterSave(sidecar, context, timeout, factory.slots)
+        self._save = WriterSave(sidecar, context, timeout, factory.slots, factory.saves)
         self._save_id = ""
         return self._save
 

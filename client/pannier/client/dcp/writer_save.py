@@ -26,6 +26,7 @@ from pannier.client.staging.in_flight import InFlightSaves
 from pannier.client.staging.stager import Staged
 from pannier.client.transport.save_errors import fail_request, in_doubt
 from pannier.client.transport.save_task import SaveTask
+from pannier.client.transport.saves_in_progress import SavesInProgress
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.client.user_errors import name_save
 from pannier.common import timeouts
@@ -81,6 +82,7 @@ class WriterSave:
         context: of the save.
         timeout_s: seconds until it must be committed.
         slots: staging memory.
+        saves: of the client, which isn't closed while DCP is about to finish this one.
     """
 
     def __init__(
@@ -89,12 +91,14 @@ class WriterSave:
         context: sidecar_pb2.SaveContext,
         timeout_s: float,
         slots: InFlightSaves,
+        saves: SavesInProgress,
     ) -> None:
         self.context = context
         self._sidecar = sidecar
         self._began = time.monotonic()
         self._deadline = Deadline(timeout_s)
         self._slots = slots
+        self._saves = saves
         self._attempt = ""
         self._state = _State.NUMBERED
         self._is_writing = False
@@ -234,6 +238,7 @@ class WriterSave:
                 # The coordinator may have the metadata, and needs nothing more to commit.
                 raise in_doubt(self.context, str(error)) from error
         self._state = _State.ENDED
+        self._saves.let_go(self)
         size = sum(result.size_in_bytes for rank in results for result in rank)
         save_line.log_committed(self.context, size, time.monotonic() - self._began)
 
@@ -245,13 +250,14 @@ class WriterSave:
     def fail(self, error: BaseException) -> None:
         """Ends the save on all ranks. The caller raises ``error``, even if they can't be reached."""
         self._state = _State.ENDED
-        if isinstance(error, SaveAbortedError):
-            return
         try:
-            self._sidecar.fail(fail_request(self.context, error))
+            if not isinstance(error, SaveAbortedError):
+                self._sidecar.fail(fail_request(self.context, error))
         except PannierError as problem:
             if len(self.context.ranks) > 1:
                 _log.warning("%r could not be reported to the other ranks: %s", error, problem)
+        finally:
+            self._saves.let_go(self)
 
     def _ingest(
         self,
@@ -290,8 +296,19 @@ class WriterSave:
         except BaseException:
             aside(task.status.forget)
             raise
+        if self._state is _State.OPEN:
+            # DCP calls `finish` on this rank, unless the save fails elsewhere.
+            self._saves.hold(self, self._sidecar)
+            outcome = task.status.resolver.outcome
+
+            def ended(_: object) -> None:
+                if outcome.error is not None:
+                    self._saves.let_go(self)
+
+            task.handle.add_done_callback(ended)
         aside(lambda: task.send(slot))
         if task.status.stop.is_set:
+            self._saves.let_go(self)
             # The handle fails when the ABORT arrives, with the causes of all ranks, or else when a timer
             # fires; a closed client has no timers.
             if not task.handle.wait(timeouts.ABORT_S + timeouts.CAUSES_S):

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 from weakref import WeakKeyDictionary, finalize
 
@@ -17,6 +18,7 @@ import torch
 
 from pannier.client.interrupts import Condition
 from pannier.client.staging.arena import MemoryMapping
+from pannier.client.torch_compat import on_current_device
 
 _log = logging.getLogger(__name__)
 
@@ -53,19 +55,26 @@ def _register(mapping: MemoryMapping, device_type: str) -> str:
         text = runtime.cudaGetErrorString(code)
         return f"cudaHostRegister refuses {mapping.capacity} bytes of the arena: {text}"
     # Runs once, before the memory is unmapped: called by the mapping's source, or when the mapping is freed.
-    unpin = mapping.unpin = finalize(mapping, _unregister, os.getpid(), mapping.address)
+    unpin = mapping.unpin = finalize(
+        mapping, _unregister, os.getpid(), mapping.address, on_current_device()
+    )
     # At the end of the process the driver unregisters it.
     unpin.atexit = False
     return ""
 
 
-def _unregister(pid: int, address: int) -> None:
+def _unregister(
+    pid: int, address: int, on_device: Callable[[], AbstractContextManager[object]]
+) -> None:
     # In a forked child there is neither the memory nor a device.
     if os.getpid() != pid:
         return
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostUnregister(address)):
-        _forget_error()
+    # In other threads device 0 is current, where the driver might make a context for a process that
+    # doesn't use it.
+    with on_device():
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(runtime.cudaHostUnregister(address)):
+            _forget_error()
 
 
 def _forget_error() -> None:

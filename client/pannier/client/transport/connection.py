@@ -279,7 +279,9 @@ class SidecarConnection:
             if failures >= 3 and self._restart_daemons is not None and not self.closed.is_set():
                 try:
                     self._restart_daemons()
-                except PannierError as error:
+                except Exception as error:  # noqa: BLE001 - as above
+                    if not isinstance(error, PannierError):
+                        error = PannierError(f"{type(error).__name__}: {error}")
                     self._problem = error
                     _log.warning("could not start the embedded daemons again: %s", error)
             pause_s = timeouts.CONNECT_AGAIN_S * 2 ** min(failures, 5)

@@ -70,7 +70,7 @@ class Membership:
         """Disconnects, if connected and ``is_unused``; see :meth:`SidecarClient.close`."""
         # Without the lock: a thread that connects holds it for long.
         sidecar = self._sidecar
-        if sidecar is not None and is_unused(sidecar):
+        if sidecar is not None and not sidecar.is_closed and is_unused(sidecar):
             sidecar.close(announce=announce)
 
     def _opened(self) -> SidecarClient:

@@ -341,12 +341,15 @@ class SaveTask:
             except Exception as error:  # noqa: BLE001 - raised below, in the task's own thread
                 problems.append(error)
 
-        helpers = [
-            threading.Thread(target=work, name=f"pannier-send-{self.status.text}-{index}")
-            for index in range(1, min(len(todo), self.sidecar.most_streams))
-        ]
-        for helper in helpers:
-            helper.start()
+        helpers: list[threading.Thread] = []
+        try:
+            for index in range(1, min(len(todo), self.sidecar.most_streams)):
+                name = f"pannier-send-{self.status.text}-{index}"
+                helper = threading.Thread(target=work, name=name)
+                helper.start()
+                helpers.append(helper)
+        except RuntimeError as error:  # a limit of threads
+            _log.debug("%s: only %d threads send: %s", self.status.text, len(helpers) + 1, error)
         work()
         for helper in helpers:
             helper.join()

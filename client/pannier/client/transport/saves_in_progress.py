@@ -10,14 +10,14 @@ import threading
 from collections.abc import Callable
 
 from pannier.client.handle import CommitCallbacks, SaveStatus, UnretrievedErrors
-from pannier.client.interrupts import Condition
+from pannier.client.interrupts import Condition, in_callback
 from pannier.client.transport.save_status import StatusFollower
 from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common.deadline import Deadline
 from pannier.common.save_interval import RECENT, SaveCost
 from pannier.common.units import size_text
-from pannier.wire.errors import DeadlineError
+from pannier.wire.errors import DeadlineError, InvalidRequestError
 
 
 class SaveCosts:
@@ -52,6 +52,8 @@ class SavesInProgress:
         self._on_ended = on_ended
         self._changed = Condition()
         self._tasks: dict[StatusFollower, SaveTask] = {}
+        self._held: dict[object, tuple[SidecarClient, int]] = {}
+        """With the threads that need them."""
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -90,11 +92,35 @@ class SavesInProgress:
             self._changed.notify_all()
         self._on_ended()
 
+    def hold(self, user: object, sidecar: SidecarClient) -> None:
+        """``user``, on this thread, needs the sidecar's client until :meth:`let_go`."""
+        with self._changed:
+            self._held[user] = sidecar, threading.get_ident()
+
+    def let_go(self, user: object) -> None:
+        """The user needs it no longer. Idempotent."""
+        with self._changed:
+            if self._held.pop(user, None) is None:
+                return
+            self._changed.notify_all()
+        self._on_ended()
+
+    def wait_for_users(self, timeout: float | None) -> bool:
+        """Waits until no user of :meth:`hold` is left on other threads; False after ``timeout`` seconds."""
+        own = {threading.get_ident()}
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: {thread for _, thread in self._held.values()} <= own, timeout
+            )
+
     def wait(self, timeout: float | None, given: float | None = None) -> None:
         """Waits until every save has ended, and every commit callback has returned.
 
-        Raises DeadlineError: not within ``timeout`` seconds; names ``given`` as the time-out.
+        Raises:
+            DeadlineError: not within ``timeout`` seconds; names ``given`` as the time-out.
+            InvalidRequestError: this thread is needed to end the saves.
         """
+        check_may_wait("a wait for all saves")
         deadline = None if timeout is None else Deadline(timeout)
         seconds = timeout if given is None else given
         with self._changed:
@@ -105,9 +131,11 @@ class SavesInProgress:
             raise DeadlineError(f"after {seconds:g} s a commit callback has not returned")
 
     def need(self, sidecar: SidecarClient) -> bool:
-        """Whether a save in progress uses this client."""
+        """Whether a save in progress, or a user of :meth:`hold`, uses this client."""
         with self._changed:
-            return any(task.sidecar is sidecar for task in self._tasks.values())
+            used = [task.sidecar for task in self._tasks.values()]
+            used += [held for held, _ in self._held.values()]
+        return any(each is sidecar for each in used)
 
     def drop_interrupted(self) -> None:
         """Drops the tasks of interrupted calls at the interpreter's end; detached tasks continue."""
@@ -129,6 +157,15 @@ class SavesInProgress:
                 f"was interrupted; {reason}\n"
             )
         return bool(dropped)
+
+
+def check_may_wait(what: str) -> None:
+    """Raises InvalidRequestError in a callback that keeps a thread from ending saves."""
+    if in_callback():
+        raise InvalidRequestError(
+            f"{what} in a function given to add_done_callback: it runs on a thread that all saves "
+            "need; use add_commit_callback, whose functions have threads of their own"
+        )
 
 
 def _left(saves: list[SaveStatus], left: int, aim: str) -> str:

@@ -294,6 +294,11 @@ class SidecarClient:
         """Raises InvalidRequestError in a process forked from the client's."""
         self._channel.check_process()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._connection.closed.is_set()
+
     def close(self, *, announce: bool = False) -> None:
         """Disconnects; running calls fail. Returns at once.
 
