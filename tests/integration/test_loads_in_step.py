@@ -46,6 +46,7 @@ def a_rank_that_never_calls_load_is_named_and_the_next_load_works() -> None:
 
 def a_rank_that_left_loads_out_or_has_wrong_arguments_is_in_step_at_the_next_one() -> None:
     import os
+    from typing import Any
 
     import pytest
     import torch
@@ -77,6 +78,9 @@ def a_rank_that_left_loads_out_or_has_wrong_arguments_is_in_step_at_the_next_one
         refused = rf"rank {culprit}: timeout=-1"
         with pytest.raises(client.InvalidRequestError, match=refused):
             load(-1.0 if rank == culprit else stretched(60.0))
+        state: Any = [torch.zeros(6)] if rank == culprit else {"w": torch.zeros(6)}
+        with pytest.raises(client.InvalidRequestError, match=rf"rank {culprit}: state_dict=list"):
+            client.load(state, checkpoint_id=place, timeout=stretched(60.0))
     load()
 
 

@@ -1,20 +1,26 @@
-"""Barriers of many ranks, which are threads here, in one store."""
+"""Barriers of many ranks, which are threads here, in one store; and how a load waits beside a collective."""
 
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from traceback import FrameSummary, StackSummary
+from types import CodeType
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
+from pannier.client.ranks.load_ranks import LoadRanks
 from pannier.client.ranks.rank_hosts import RankHosts
+from pannier.client.ranks.rank_problem import Problem
 from pannier.client.ranks.store_barrier import (
     Missing,
     Step,
     StoreBarrier,
 )
-from pannier.client.ranks.store_calls import StoreFailedError
+from pannier.client.ranks.store_calls import StoreFailedError, StoreUnansweredError
 from pannier.common import timeouts
 from support.processes.stretch import BOUND_S, stretched
 
@@ -134,3 +140,97 @@ def test_a_store_that_does_not_answer_is_named_with_the_rank_that_serves_it() ->
     ):
         own.arrive(FIRST, 1, settle)
     held.set()
+
+
+class Frame(FrameSummary):
+    """A frame that refers to its code, as those of newer Pythons."""
+
+    _code: CodeType
+
+
+def test_a_failure_reaches_other_ranks_with_its_stack_though_frames_refer_to_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = traceback.extract_tb
+
+    def extract(*arguments: Any) -> StackSummary:
+        frames = []
+        for each in original(*arguments):
+            frame = Frame(each.filename, each.lineno, each.name, line=each.line)
+            frame._code = extract.__code__
+            frames.append(frame)
+        return StackSummary.from_list(frames)
+
+    monkeypatch.setattr(traceback, "extract_tb", extract)
+
+    def fail() -> None:
+        raise ValueError("no plan")
+
+    try:
+        fail()
+    except ValueError as error:
+        problem = Problem.of(error)
+    values, _ = barrier(HashStore(), 0, 1).fail(FIRST, problem, settle, grace_s=0)
+    stack = values[0].stack
+    assert stack[-1].name == "fail"
+    assert stack[-1].line == 'raise ValueError("no plan")'
+
+
+class BusyStore:
+    """A store that answers no look until ``free``, or fails them with an error."""
+
+    def __init__(self, error: str = "") -> None:
+        self.free = threading.Event()
+        self.looks: list[float] = []
+        self.seen_twice = threading.Event()
+        self._error = error
+
+    def check(self, _: Sequence[str]) -> bool:
+        self.looks.append(time.monotonic())
+        if self._error:
+            raise RuntimeError(self._error)
+        if len(self.looks) > 1:
+            self.seen_twice.set()
+        self.free.wait(BOUND_S)
+        return False
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "WAIT_LOOK_S", 0.02)
+    monkeypatch.setattr(timeouts, "ANSWER_SLACK_S", 0.05)
+
+
+def exchange(store: BusyStore, collective: Callable[[], object], timeout_s: float) -> None:
+    ranks = LoadRanks(None, alone=True, timeout_s=timeout_s, description="test")
+    ranks._barrier = barrier(HashStore(), 1, 2)
+    ranks._barrier._store = store
+    try:
+        ranks._exchange(collective)
+    finally:
+        store.free.set()
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_a_store_that_is_busy_does_not_end_a_load_whose_collective_runs() -> None:
+    """As with NCCL, whose first collective waits for a key on the same connection."""
+    store = BusyStore()
+    exchange(store, lambda: store.seen_twice.wait(BOUND_S), BOUND_S)
+    assert store.seen_twice.is_set()
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_a_store_that_never_answers_ends_a_collective_at_the_deadline() -> None:
+    store, timeout_s = BusyStore(), stretched(0.3)
+    began = time.monotonic()
+    with pytest.raises(StoreUnansweredError, match=r"store, which rank 0.* has not answered"):
+        exchange(store, lambda: store.free.wait(BOUND_S), timeout_s)
+    assert time.monotonic() - began >= timeout_s
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_a_store_whose_server_has_ended_ends_a_collective_at_once() -> None:
+    store = BusyStore("Connection reset by peer")
+    with pytest.raises(StoreFailedError, match=r"rank 0.* can't be used: Connection reset by peer"):
+        exchange(store, lambda: store.free.wait(BOUND_S), BOUND_S)
+    assert len(store.looks) == 1

@@ -1,5 +1,6 @@
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,27 @@ def test_the_newest_of_many_takes_a_listing_each_and_few_requests_more(
     assert latest(tmp_path) == str(tmp_path / "step-20")
     # The numbers of incarnations, the root, each directory; .metadata, decision and removal mark of one.
     assert len(asked) == 1 + 1 + 20 + 3
+
+
+@pytest.mark.parametrize("look", [latest, lambda root: catalog.list_checkpoints(root)[-1]])
+def test_one_that_is_saved_again_while_it_is_looked_at_stays_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[[Path], Any]
+) -> None:
+    """Between the listing of its attempts and the look at its ``.metadata``."""
+    saved(tmp_path, "step-1", "i1-inc-g0000000a-s1", 1)
+    again = saved(tmp_path, "step-2", "i1-inc-g0000000a-s2", 2)
+    original, third = StorageDir.stat, "i1-inc-g0000000a-s3"
+
+    def stat(self: StorageDir, name: str) -> Stat:
+        if self.url == again and not (Path(again) / object_names.decision(third)).exists():
+            # Of another size than the second one's .metadata.
+            write_attempt(Path(again), third, ranks=1, files=2, size=10)
+        return original(self, name)
+
+    monkeypatch.setattr(StorageDir, "stat", stat)
+    found = look(tmp_path)
+    assert getattr(found, "checkpoint_id", found) == again
+    assert getattr(found, "attempt", third) == third
 
 
 def test_oldest_first_whatever_the_names(tmp_path: Path) -> None:

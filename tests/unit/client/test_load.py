@@ -199,6 +199,15 @@ def test_a_reader_reads_again_each_time(checkpoint: Path) -> None:
     assert torch.equal(state["w"], torch.full((6,), 5.0))
 
 
+def test_a_reader_reads_again_when_torch_loads_with_it_next(checkpoint: Path) -> None:
+    reader = StorageReader(checkpoint)
+    load({"w": torch.zeros(6)}, storage_reader=reader)
+    dcp.save({"w": torch.full((6,), 5.0)}, checkpoint_id=checkpoint, no_dist=True)
+    state = {"w": torch.zeros(6)}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert torch.equal(state["w"], torch.full((6,), 5.0))
+
+
 def test_refuses_other_readers(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=r"FileSystemReader.*dcp\.load"):
         load({}, storage_reader=FileSystemReader(checkpoint))  # type: ignore[arg-type]

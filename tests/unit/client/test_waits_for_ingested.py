@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
-from support.storage.checkpoints import write_attempt, write_decision
+from support.storage.checkpoints import write, write_attempt, write_decision
 
 NESTED = "checkpoint-*/dcp"
 
@@ -99,3 +99,49 @@ def test_one_that_recover_cannot_commit_is_logged_with_its_error(
         f"{left} is no checkpoint yet, and not used: its receipts are all in storage, but `pannier recover` "
         "failed: the bucket is read-only"
     ) in caplog.text
+
+
+REMOVED: dict[str, Callable[[Path, str], None]] = {
+    "marked": lambda place, attempt: write(place / object_names.removal_mark(attempt), b"{}"),
+    "removed up to its decision": lambda place, attempt: (
+        place / object_names.manifest(attempt)
+    ).unlink(),
+}
+
+
+@pytest.mark.parametrize("how", REMOVED)
+def test_one_that_was_committed_and_is_being_removed_is_not_waited_for(
+    tmp_path: Path, committed: list[str], caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Its ``.metadata`` goes first, its decision last."""
+    older = saved(tmp_path / "run", 10, "i1-one-g0000000a-s1", 100)
+    left = Path(saved(tmp_path / "run", 20, "i1-one-g0000000a-s2", 110))
+    (left / object_names.METADATA).unlink()
+    REMOVED[how](left, "i1-one-g0000000a-s2")
+    assert newest(tmp_path) == older
+    assert committed == []
+    assert "not used" not in caplog.text
+
+
+def test_one_that_another_program_has_replaced_is_not_waited_for(
+    tmp_path: Path, committed: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    older = saved(tmp_path / "run", 10, "i1-one-g0000000a-s1", 100)
+    left = Path(saved(tmp_path / "run", 20, "i1-one-g0000000a-s2", 110))
+    decided = (left / object_names.decision("i1-one-g0000000a-s2")).stat().st_mtime
+    write(left / object_names.METADATA, b"another program's")
+    os.utime(left / object_names.METADATA, (decided + 1, decided + 1))
+    assert newest(tmp_path) == older
+    assert committed == []
+    assert "not used" not in caplog.text
+
+
+def test_one_that_is_about_to_replace_another_programs_is_waited_for(
+    tmp_path: Path, committed: list[str]
+) -> None:
+    left = saved(tmp_path / "run", 20, "i1-one-g0000000a-s2", 110)
+    decided = (Path(left) / object_names.decision("i1-one-g0000000a-s2")).stat().st_mtime
+    write(Path(left) / object_names.METADATA, b"another program's")
+    os.utime(Path(left) / object_names.METADATA, (decided - 1, decided - 1))
+    assert newest(tmp_path) == left
+    assert committed == [left]

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -49,11 +49,16 @@ _SHOWN: Final = 5
 _LEVELS: Final = 4
 """Levels of directories above a checkpoint that are searched for the record of its retention."""
 _NUMBER: Final = re.compile(r"(\d+)")
+_RANK_METADATA: Final = re.compile(rf"__\d+{re.escape(object_names.METADATA)}")
 _RECORDS: Final = object_names.attempts_prefix().rstrip("/")
 
 IncarnationStarts: TypeAlias = Mapping[str, float] | None
 """When each incarnation wrote its first manifest; None: its number orders it.
 See :func:`incarnation_start_times`."""
+
+
+class PerRankError(MissingError):
+    """The directory has a checkpoint per rank, which ``client.load`` doesn't read."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +284,9 @@ def _read_info(
     try:
         found = directory.stat(object_names.METADATA)
         committed = _find_committed(directory, attempts, found)
+        if committed is None and attempts:
+            # A new attempt may have replaced it since they were listed.
+            committed = _find_committed(directory, attempts_at(directory), found)
     except MissingError:
         return None
     name = committed.attempt if committed is not None else None
@@ -330,7 +338,7 @@ def describe_absence(directory: StorageDir, name: str = object_names.METADATA) -
     if not entries:
         return begin + (_describe_retired(directory) or "the directory is empty or doesn't exist")
     begin += f"it has no {name}"
-    if name == object_names.METADATA and f"__0{object_names.METADATA}" in entries:
+    if name == object_names.METADATA and _is_per_rank(entries):
         return (
             f"{begin}; it was saved with use_collectives=False, as a checkpoint per rank: load it "
             "with dcp.load(storage_reader=StorageReader(...)) and as many ranks"
@@ -347,6 +355,21 @@ def describe_absence(directory: StorageDir, name: str = object_names.METADATA) -
     except StorageError as error:
         return f"{begin}, and the records of its attempts can't be read: {error}"
     return f"{begin}; attempts at it: {'; '.join(attempts) or 'none'}"
+
+
+def is_per_rank(directory: StorageDir) -> bool:
+    """Whether the directory has a checkpoint per rank, as torch saves with ``use_collectives=False``.
+
+    False if it can't be listed.
+    """
+    try:
+        return _is_per_rank({entry.name for entry in directory.list()})
+    except StorageError:
+        return False
+
+
+def _is_per_rank(entries: Collection[str]) -> bool:
+    return object_names.METADATA not in entries and any(map(_RANK_METADATA.fullmatch, entries))
 
 
 def check_not_removed(directory: StorageDir, attempt: str) -> None:

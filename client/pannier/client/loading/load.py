@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from pannier.client import torch_compat
 from pannier.client.config import check_timeout
-from pannier.client.loading import filesystem, highest_incarnation
+from pannier.client.loading import catalog, filesystem, highest_incarnation
+from pannier.client.loading.catalog import PerRankError
 from pannier.client.loading.checksum_verifier import Receipts, Wanted
 from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.storage_reader import StorageReader
@@ -119,10 +120,6 @@ def load(
         finish_ingested: waits for a save of the checkpoint that isn't committed yet.
     """
     began = time.monotonic()
-    if not isinstance(state_dict, dict):
-        raise InvalidRequestError(
-            f"state_dict={type(state_dict).__name__} can't be filled: give a dict"
-        )
     alone = is_alone(no_dist)
     if not alone and process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise InvalidRequestError(
@@ -130,6 +127,10 @@ def load(
         )
 
     def make() -> StorageReader:
+        if not isinstance(state_dict, dict):
+            raise InvalidRequestError(
+                f"state_dict={type(state_dict).__name__} can't be filled: give a dict"
+            )
         if timeout is not None:
             check_timeout(timeout)
         if isinstance(extra_files, str):
@@ -146,8 +147,8 @@ def load(
 
     named = _described(checkpoint_id, storage_reader)
     timeout_s = timeouts.LOAD_S
-    # An invalid time-out is raised by ``make``, on all ranks and after the call is counted: so the ranks'
-    # next loads stay in step.
+    # Invalid arguments, this one too, are refused by ``make``, on all ranks and after the call is counted: so
+    # the ranks' next loads stay in step.
     with contextlib.suppress(InvalidRequestError):
         timeout_s = timeout_s if timeout is None else check_timeout(timeout)
     ranks = LoadRanks(
@@ -172,8 +173,8 @@ def load(
                 _finish(ranks, reader, progress, began), attempt=reader.attempt, extra_files=read
             )
         finally:
-            # All ranks are done, or all have failed.
-            reader.release()
+            # All ranks are done, or all have failed. ``dcp.load`` doesn't reset a reader that it is given next.
+            reader.reset()
     if ranks.is_first:
         load_line.log_loaded(
             result.checkpoint_id, result.total_bytes, result.seconds, result.files_text
@@ -236,6 +237,8 @@ def _share_metadata(
             with wait_log.logged(f"load of {reader.checkpoint_id}", lambda: "its .metadata"):
                 return reader.resolve()
         except MissingError as error:
+            if catalog.is_per_rank(reader.directory):
+                raise PerRankError(str(error)) from error
             began = time.monotonic()
             # ``finish_ingested`` has its own deadline.
             with ranks.showing_progress(METADATA, lambda: f"{time.monotonic() - began:.0f} s"):

@@ -22,6 +22,7 @@ from pannier.client.ranks.group_start import start_store
 from pannier.client.ranks.rank_hosts import default_hosts
 from pannier.client.ranks.rank_problem import Failed, Problem, failed_without, lost
 from pannier.client.ranks.store_barrier import Missing, Settle, Step, StoreBarrier
+from pannier.client.ranks.store_calls import StoreUnansweredError
 from pannier.client.timers import Timers
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
@@ -364,7 +365,13 @@ class LoadRanks:
                 call.result(timeouts.WAIT_LOOK_S)
                 return
             except UnansweredError:
-                outcome = self._barrier.outcome(self._ahead[0])
+                try:
+                    outcome = self._barrier.outcome(self._ahead[0])
+                except StoreUnansweredError:
+                    # The collective may hold the store's connection, as NCCL's first one does.
+                    if deadline.passed:
+                        raise
+                    continue
                 if outcome is not None:
                     self._succeeded(outcome)
                 if deadline.passed:

@@ -9,7 +9,7 @@ import socket
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from traceback import StackSummary
+from traceback import FrameSummary, StackSummary
 
 from pannier.client.ranks.load_error import LoadError
 from pannier.client.ranks.store_barrier import Missing, Step
@@ -40,7 +40,7 @@ class Problem:
             host=socket.gethostname(),
             kind=save_pb2.FAILURE_KIND_CLIENT,
             content=_pickled(error),
-            stack=traceback.extract_tb(error.__traceback__),
+            stack=_extract_stack(error),
         )
 
     def error(self) -> BaseException:
@@ -157,6 +157,14 @@ def _combined(
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _extract_stack(error: BaseException) -> StackSummary:
+    """The stack, which can be pickled: since Python 3.13, extracted frames refer to code objects."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return StackSummary.from_list(
+        [FrameSummary(each.filename, each.lineno, each.name, line=each.line) for each in frames]
+    )
 
 
 def _pickled(error: BaseException) -> bytes:

@@ -27,6 +27,10 @@ class StoreFailedError(LoadError):
     """The process group's store, which rank 0 or its launcher serves, doesn't answer."""
 
 
+class StoreUnansweredError(StoreFailedError):
+    """It has not answered in time; it may only be busy."""
+
+
 class StoreCalls:
     """The calls of one load, or of one search for the newest checkpoint.
 
@@ -50,7 +54,8 @@ class StoreCalls:
             timeout_s: how long it may take since it began or :meth:`answered`.
 
         Raises:
-            StoreFailedError: the store did not answer in time, or can't be used.
+            StoreUnansweredError: the store did not answer in time.
+            StoreFailedError: it can't be used.
         """
         self._turn = turn = self._turn + 1
         self._answered_at = time.monotonic()
@@ -61,7 +66,8 @@ class StoreCalls:
                     return call.result(timeouts.WAIT_LOOK_S)
                 except UnansweredError:
                     if time.monotonic() - self._answered_at > timeout_s:
-                        raise self._failed(f"has not answered for {timeout_s:g} s") from None
+                        why = f"has not answered for {timeout_s:g} s"
+                        raise self._failed(why, StoreUnansweredError) from None
         except RuntimeError as error:  # torch's DistStoreError
             raise self._failed(f"can't be used: {error}") from error
         finally:
@@ -98,9 +104,11 @@ class StoreCalls:
         """For a function: whether its call has not been given up."""
         return turn == self._turn
 
-    def _failed(self, why: str) -> StoreFailedError:
+    def _failed(
+        self, why: str, kind_of_error: type[StoreFailedError] = StoreFailedError
+    ) -> StoreFailedError:
         server = self._hosts.server_text()
         text = f"the process group's store, which {server} serves, {why}"
         kind = save_pb2.FAILURE_KIND_LOST
         failure = save_pb2.Failure(rank=0, host=self._hosts.known_host(0), kind=kind, message=text)
-        return StoreFailedError(f"{self._description}: {text}", [failure])
+        return kind_of_error(f"{self._description}: {text}", [failure])

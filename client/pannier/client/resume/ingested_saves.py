@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -249,7 +250,7 @@ class IngestedSaves:
         found.durable = frozenset(rank for rank in found.members if str(rank) in names)
 
     def _end(self, found: Unfinished) -> str | None:
-        """None: it hasn't ended; empty: it is committed; else why it was aborted."""
+        """None: it hasn't ended; empty: it is committed; else why it can't be committed any more."""
         if found.attempt:
             key = object_names.decision(found.attempt)
             content = found.directory.find(key)
@@ -261,7 +262,9 @@ class IngestedSaves:
                         f"it was aborted: {failures_text(decision.failures) or 'no cause is known'}"
                     )
                 standing = catalog.committed_attempt(found.directory)
-                return "" if standing and standing >= _parsed(found.attempt) else None
+                if standing and standing >= _parsed(found.attempt):
+                    return ""
+                return _describe_loss(found.directory, found.attempt)
         if found.status is None or found.status.state not in _ENDED:
             return None
         if found.status.state == save_pb2.SAVE_STATE_COMMITTED:
@@ -321,6 +324,27 @@ def _read_members(directory: StorageDir, attempt: str) -> dict[int, str]:
         _log.warning("the manifest of %s at %s is damaged: %s", attempt, directory.url, error)
         return {}
     return {member.rank: member.host for member in manifest.members}
+
+
+def _describe_loss(directory: StorageDir, attempt: str) -> str | None:
+    """Why an attempt with a COMMIT isn't the directory's checkpoint any more; None: it isn't yet.
+
+    By the rules of ``pannier recover``.
+    """
+    if directory.find(object_names.removal_mark(attempt)) is not None:
+        return "it was committed, and is being removed"
+    try:
+        decided = directory.stat(object_names.decision(attempt)).modified
+        directory.stat(object_names.manifest(attempt))
+    except MissingError:
+        # The decision is the last object that goes.
+        return "it was committed, and has been removed"
+    with suppress(MissingError):
+        written = directory.stat(object_names.METADATA).modified
+        # An older one is yet to be replaced by this attempt's.
+        if written > decided and catalog.find_commit(directory) is None:
+            return "it was committed, and was replaced by a checkpoint that Pannier didn't write"
+    return None
 
 
 def _parsed(attempt: str) -> object_names.Attempt:
