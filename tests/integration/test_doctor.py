@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pannier.wire import addresses
 from support.actors.hand import Party
 from support.network.status_pages import until
 from support.processes.cli import Result, pannier
@@ -141,8 +144,17 @@ def test_no_daemon_is_there(tmp_path: Path) -> None:
         assert "first trainer starts" in found(well, "here", "address")["found"]
         (tmp_path / "file").touch()
         assert doctor(str(tmp_path / "file"), **embedded).code == 1
+
+        # A daemon that was killed leaves its socket.
+        left = Path(addresses.embedded_sidecar(directory / "run").removeprefix("unix://"))
+        left.parent.mkdir(parents=True, mode=0o700)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(left))
+        again = doctor(str(tmp_path / "new"), **embedded)
+        assert again.code == 0
+        assert "first trainer starts" in found(again, "here", "address")["found"]
     finally:
-        directory.rmdir()
+        shutil.rmtree(directory)
 
 
 def test_what_a_restore_of_the_newest_checkpoint_would_use(tmp_path: Path) -> None:

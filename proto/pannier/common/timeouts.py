@@ -430,6 +430,8 @@ REFUSALS_LOG_S: Final = 10.0 * SCALE
 
 WATCH_RECONNECT_S: Final = 10.0 * SCALE
 """How long a daemon may be unreachable while a save is watched, for a restart."""
+WATCH_STREAM_S: Final = 30.0 * SCALE
+"""After so long a watch opens its stream again: a daemon that is stopped or cut off would never end it."""
 STATUS_INTERVAL_S: Final = 0.1 * SCALE
 """Shortest time between two messages of WatchSave."""
 STATUS_CACHED_S: Final = 0.5 * SCALE

@@ -18,7 +18,7 @@ UNREACHABLE = 3
 
 EXIT_STATUSES = (
     "Exit status: 0 success; 1 negative result (aborted, damaged, not found); 2 wrong usage or "
-    "configuration; 3 a daemon or the storage can't be reached."
+    "configuration; 3 a daemon or the storage can't be reached; 130 interrupted."
 )
 
 
@@ -37,10 +37,6 @@ def report_errors() -> Iterator[None]:
         hint = f"`{context.command_path} --help` lists what there is" if context else ""
         complain(error.format_message(), hint)
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # The reader of the output has exited (`pannier ls … | head`).
-        sys.stderr.close()
-        sys.exit(OK)
     except Exception as error:
         status, hint = _classify(error)
         if status is None:

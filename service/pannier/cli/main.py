@@ -8,11 +8,11 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import click
 
-from pannier.cli.errors import EXIT_STATUSES, report_errors
+from pannier.cli.errors import EXIT_STATUSES, OK, report_errors
 from pannier.wire.version import package_version
 
 _DAEMONS: Final = ("sidecar", "coordinator", "up")
@@ -61,6 +61,15 @@ class _Commands(click.Group):
             message = f"No such command {args[0]!r}. Did you mean {names}?"
             raise click.UsageError(message, ctx) from error
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command; a reader of the output that has exited is no error (`pannier ls … | head`)."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # Otherwise the interpreter's last flush fails, too.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise click.exceptions.Exit(OK) from None
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(_SUMMARIES.items()))
@@ -70,6 +79,7 @@ class _Commands(click.Group):
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=EXIT_STATUSES,
+    no_args_is_help=False,
 )
 @click.version_option(package_version(), prog_name="pannier")
 def cli() -> None:

@@ -4,9 +4,11 @@ A pipe gets lines of any length, as ``-o wide`` does, unless ``COLUMNS`` is set.
 """
 
 import json
+import math
 import os
 import textwrap
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 import click
@@ -28,6 +30,11 @@ _UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60))
 def print_json(value: Any) -> None:
     """One line of JSON."""
     click.echo(json.dumps(value))
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics for JSON, which knows no infinity: None instead."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def console(*, wide: bool = False, err: bool = False) -> Console:

@@ -14,6 +14,7 @@ import grpc
 
 from pannier.cli.options import Address, combined, option, tls_options
 from pannier.common import timeouts
+from pannier.common.locations import absolute
 from pannier.v1 import load_status_pb2, save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses, errors
 from pannier.wire.auth_token import Metadata, TokenFile
@@ -56,10 +57,16 @@ def embedded_sidecars() -> list[str]:
     """
     default = addresses.embedded_sidecar(addresses.runtime_dir())
     known = addresses.embedded_sidecars(addresses.runtime_dir())
-    return [each for each in known if _listens(each)] or [default]
+    return [each for each in known if listens(each)] or [default]
 
 
-def _listens(address: str) -> bool:
+def as_named(save: str) -> str:
+    """A save's or load's id as it is; a checkpoint id as daemons have it, without ``~`` or a trailing slash."""
+    return absolute(save) if "://" in save or save.startswith(("/", "./", "../", "~")) else save
+
+
+def listens(address: str) -> bool:
+    """Whether a process accepts connections at an address."""
     return not _refusal(address)
 
 
@@ -183,10 +190,13 @@ class StatusClient:
     def _follow(self, method: str, request: Any, is_last: Callable[[Any], bool]) -> Iterator[Any]:
         # An error is final before the first response; later, only WATCH_RECONNECT_S after a stream broke.
         give_up = 0.0
+        stream = getattr(self._stub, method)
         while True:
             try:
                 with self._translated():
-                    for response in getattr(self._stub, method)(request, metadata=self._metadata):
+                    for response in stream(
+                        request, timeout=timeouts.WATCH_STREAM_S, metadata=self._metadata
+                    ):
                         give_up = math.inf
                         yield response
                         if is_last(response):
@@ -194,7 +204,7 @@ class StatusClient:
                 raise errors.UnavailableError(
                     f"the daemon at {self.address} ended the stream of {request.id}"
                 )
-            except (errors.UnavailableError, UnknownNameError):
+            except (errors.UnavailableError, errors.DeadlineError, UnknownNameError):
                 # A restarted daemon doesn't know the save before a sidecar has connected to it again.
                 now = time.monotonic()
                 give_up = min(give_up, now + timeouts.WATCH_RECONNECT_S)

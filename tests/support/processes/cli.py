@@ -80,14 +80,16 @@ def pannier(
     return _run(command, fork_server.modules_of("".join(arguments[:1])), environment, timeout)
 
 
-def pannier_in_terminal(*arguments: str, columns: int, lines: int = 24) -> Result:
+def pannier_in_terminal(
+    *arguments: str, columns: int, lines: int = 24, term: str = "xterm"
+) -> Result:
     """Runs ``pannier`` in a terminal of this size; ``out`` is all that it showed, without control sequences."""
     ours, theirs = os.openpty()
     try:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         process = subprocess.Popen(
             python("-m", "pannier.cli", *arguments),
-            env={**clean_environment(), MARKER: SESSION, "TERM": "xterm"},
+            env={**clean_environment(), MARKER: SESSION, "TERM": term},
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

@@ -71,9 +71,9 @@ _ORDER_BYTES: Final = 1 << 18
 _INTEGER: Final = struct.Struct("q")
 _READ_AT_START: Final = (
     *("CUDA", "GLIBC_", "GRPC_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NUMPY_", "OMP_"),
-    *("OPENBLAS_", "PYTHON", "TORCH_", "TZ"),
+    *("OPENBLAS_", "PANNIER_TIME_SCALE", "PYTHON", "TORCH_", "TZ"),
 )
-"""First letters of variables that an interpreter or a library reads when it is loaded."""
+"""First letters of variables that an interpreter or a module reads when it is loaded."""
 _NEW_NETWORK: Final = 0x40000000
 """CLONE_NEWNET of Linux."""
 _NEW_HOSTNAME: Final = 0x04000000

@@ -1,5 +1,6 @@
 """``pannier ls`` lists the checkpoints from storage alone."""
 
+import json
 import os
 from pathlib import Path
 
@@ -54,6 +55,16 @@ def test_checkpoints_of_every_standing(tmp_path: Path) -> None:
     table = pannier("ls", str(tmp_path))
     assert table.code == 0
     assert ATTEMPT in next(line for line in table.out.splitlines() if "step-1" in line)
+
+
+def test_a_metric_that_json_can_not_have_is_null(tmp_path: Path) -> None:
+    place = tmp_path / "step-1"
+    write_attempt(place, ATTEMPT)
+    path = place / object_names.decision(ATTEMPT)
+    decision = json.loads(path.read_bytes())
+    path.write_text(json.dumps({**decision, "metrics": {"loss": "Infinity", "accuracy": 0.5}}))
+    (line,) = pannier("ls", str(tmp_path), "--json").json_lines()
+    assert line["metrics"] == {"loss": None, "accuracy": 0.5}
 
 
 def test_the_order_is_that_of_the_saves_and_not_of_clocks(tmp_path: Path) -> None:

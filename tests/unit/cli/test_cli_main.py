@@ -1,6 +1,7 @@
 """The command line as a whole: help, variables, checked values, and what it imports."""
 
 import subprocess
+from pathlib import Path
 
 import click
 import pytest
@@ -8,8 +9,10 @@ import pytest
 from pannier.cli.main import cli
 from pannier.cli.options import Address, JsonObject, Location, Seconds, Size
 from support.processes.cli import pannier
+from support.processes.daemons import clean_environment
 from support.processes.processes import python
 from support.processes.stretch import BOUND_S
+from support.storage.checkpoints import write
 
 COMMANDS = list(cli.list_commands(click.Context(cli)))
 
@@ -26,6 +29,27 @@ def test_every_command_has_help_that_names_its_variables(command: str) -> None:
             names = [option.envvar] if isinstance(option.envvar, str) else option.envvar
             assert all(name.startswith("PANNIER_") and name in result.out for name in names)
             assert option.help
+
+
+def test_no_command_is_an_error_in_a_line() -> None:
+    result = pannier()
+    assert result.code == 2
+    assert result.err == "error: Missing command.\nhint: `pannier --help` lists what there is\n"
+
+
+def test_a_reader_of_the_output_may_leave(tmp_path: Path) -> None:
+    for number in range(2000):
+        write(tmp_path / f"step-{number}" / ".metadata", b"pickle")
+    command = [*python("-m", "pannier.cli", "ls", str(tmp_path), "--json")]
+    with subprocess.Popen(
+        command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (0, b"")
 
 
 def test_the_shell_completes_commands_and_options() -> None:

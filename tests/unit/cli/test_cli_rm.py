@@ -59,8 +59,9 @@ def test_everything_of_a_checkpoint_goes(place: Path) -> None:
 def test_it_asks_first(place: Path) -> None:
     before = files_below(place)
     result = pannier("rm", str(place))
-    assert result.code == 130
+    assert result.code == 1
     assert "Remove it for good?" in result.err
+    assert "error: nothing was removed\nhint: with --yes" in result.err
     assert files_below(place) == before
     assert here("rm", str(place), "--json").code == 2
     assert files_below(place) == before

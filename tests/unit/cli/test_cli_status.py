@@ -1,6 +1,7 @@
 """``pannier status`` and ``watch`` against a daemon with scripted answers."""
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from google.protobuf import json_format
 from pannier.v1 import load_status_pb2, save_pb2, status_pb2, status_pb2_grpc
 from support.processes.cli import pannier, pannier_in_terminal
 from support.processes.daemons import short_directory
+from support.processes.stretch import BOUND_S
 
 ID = "job/inc/g1a2b3c4d/7"
 
@@ -112,6 +114,8 @@ class Scripted(status_pb2_grpc.StatusServicer):
         self.limited = False
         self.episodes = [list(episode) for episode in episodes]
         self.refusal = grpc.StatusCode.NOT_FOUND
+        self.hangs = False
+        """Whether a stream never ends after its episode, as that of a stopped daemon."""
         self.loads: list[load_status_pb2.LoadStatus] = []
         """Of ``WatchLoad``: one after the other."""
         self.asked: list[object] = []
@@ -151,6 +155,10 @@ class Scripted(status_pb2_grpc.StatusServicer):
             context.abort(self.refusal, f"no save {request.id}")
         for status in episode:
             yield status_pb2.WatchSaveResponse(save=status)
+        if self.hangs:
+            ended = threading.Event()
+            context.add_callback(ended.set)
+            ended.wait(BOUND_S)
         if self.episodes:
             context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
 
@@ -453,6 +461,33 @@ def test_watch_ends_when_a_daemon_does_not_return(
     assert says in result.err
     # It pauses between the tries.
     assert 1 < len(daemon.asked) < 200
+
+
+def test_watch_ends_when_a_daemon_does_not_respond_any_more(serve: Serve) -> None:
+    # The second is as that of a daemon that is only quiet.
+    daemon = Scripted(episodes=[[UPLOADING], [UPLOADING]])
+    daemon.hangs = True
+    daemon.refusal = grpc.StatusCode.UNAVAILABLE
+    result = pannier(
+        "watch", ID, "--json", "--address", serve(daemon), env={"PANNIER_TIME_SCALE": "0.02"}
+    )
+    assert result.code == 3, result
+    assert len(result.json_lines()) == 2
+
+
+def test_a_checkpoint_is_named_as_users_write_it(serve: Serve) -> None:
+    daemon = Scripted([COMMITTED], [[COMMITTED]])
+    address = serve(daemon)
+    written = COMMITTED.checkpoint_id.replace("gs:", "GS:") + "/"
+    assert pannier("status", written, "--address", address).code == 0
+    assert pannier("watch", written, "--address", address).code == 0
+    assert daemon.asked[-1] == status_pb2.WatchSaveRequest(id=COMMITTED.checkpoint_id)
+
+
+def test_watch_in_a_terminal_without_controls_prints_lines(serve: Serve) -> None:
+    daemon = Scripted(episodes=[[UPLOADING, COMMITTED]])
+    shown = pannier_in_terminal("watch", ID, "--address", serve(daemon), columns=200, term="dumb")
+    assert "UPLOADING" in shown.out
 
 
 def test_watch_without_a_save_takes_the_newest_under_way(serve: Serve) -> None:

@@ -200,6 +200,18 @@ def test_a_process_shows_other_words_as_its_command_line(second: str) -> None:
     assert output.rstrip(b"\0").decode() == f"pannier\0{second}"[: len(output) - 1]
 
 
+def test_storage_options_are_not_shown_to_other_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(up_command, "set_process_title", lambda *words: shown.extend(words))
+    monkeypatch.setattr("pannier.cli.main.main", lambda words: ran.extend(words))
+    ran: list[str] = []
+    words = ["sidecar", "--storage-options", '{"secret": "s3cr3t"}', "--grace", "20"]
+    # It returns only here.
+    up_command._run(*words)
+    assert ran == words
+    assert shown == ["pannier", "sidecar", "--storage-options", "...", "--grace", "20"]
+
+
 class CommandsError(Exception):
     """Raised instead of starting daemons, with the sidecar's command line."""
 

@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 
 from pannier.client.conversion.export import export
 from pannier.client.conversion.output_directory import remove_unfinished
+from pannier.client.loading.filesystem import MissingError
 from pannier.wire.errors import PannierError
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -29,6 +30,10 @@ def main() -> int:
     arguments = json.loads(sys.stdin.readline())
     try:
         result = export(**arguments, progress=lambda done, total: _print(progress=[done, total]))
+    except MissingError as error:
+        # No fault of the storage.
+        _print(error=str(error), type=PannierError.__name__)
+        return 1
     except PannierError as error:
         _print(error=str(error), type=_public_type(error))
         return 1

@@ -20,6 +20,7 @@ from pannier.cli.options import Location, Seconds, json_option, storage_options
 from pannier.cli.status_client import (
     daemon_option,
     embedded_sidecars,
+    listens,
     token_metadata,
     translate_rpc_errors,
 )
@@ -75,9 +76,13 @@ def command(
     """
     embedded = address is None
     address = address or embedded_sidecars()[0]
-    checks = [("here", check) for check in _here(address, embedded=embedded)]
+    absent = address.startswith("unix:") and not (
+        # A daemon that was killed leaves its socket.
+        listens(address) if embedded else os.path.exists(_path(address))
+    )
+    checks = [("here", check) for check in _here(address, absent=embedded and absent)]
     code = 0
-    if address.startswith("unix:") and not _path(address).exists():
+    if absent:
         if not embedded:
             code = UNREACHABLE
         elif root is not None:
@@ -101,8 +106,12 @@ def command(
     click.get_current_context().exit(code)
 
 
-def _here(address: str, *, embedded: bool) -> Iterator[diagnosis_pb2.Check]:
-    """Checks that need no daemon."""
+def _here(address: str, *, absent: bool) -> Iterator[diagnosis_pb2.Check]:
+    """Checks that need no daemon.
+
+    Args:
+        absent: no embedded daemon runs.
+    """
     found = {}
     for name in _SHOWN:
         with suppress(metadata.PackageNotFoundError):
@@ -111,21 +120,21 @@ def _here(address: str, *, embedded: bool) -> Iterator[diagnosis_pb2.Check]:
     if not address.startswith("unix:"):
         yield doctor_checks.ok("address", f"{address}, over TCP")
         return
+    if absent:
+        yield doctor_checks.ok(
+            "address",
+            f"{address}: no daemon listens there yet; the first trainer starts the embedded daemons",
+        )
+        return
     path = _path(address)
     try:
         status = path.lstat()
     except FileNotFoundError:
-        if embedded:
-            yield doctor_checks.ok(
-                "address",
-                f"{address}: doesn't exist yet; the first trainer starts the embedded daemons",
-            )
-        else:
-            yield doctor_checks.failed(
-                "address",
-                f"{address}: no such socket",
-                "start the sidecar (pannier sidecar), or correct PANNIER_SIDECAR",
-            )
+        yield doctor_checks.failed(
+            "address",
+            f"{address}: no such socket",
+            "start the sidecar (pannier sidecar), or correct PANNIER_SIDECAR",
+        )
         return
     except OSError as error:
         yield doctor_checks.failed(

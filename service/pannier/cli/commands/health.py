@@ -41,8 +41,8 @@ from pannier.common import timeouts
 def command(*, address: str | None, service: str, timeout: float, **tls: Path | None) -> None:
     """Check whether a daemon lives and takes saves.
 
-    Exit status 0: it does; 1: it is draining, or recovering its spool;
-    3: it doesn't respond.
+    Exit status 0: it does; 1: it is draining, or, at the address of --health,
+    recovering its spool; 3: it doesn't respond, as at other addresses while it recovers.
     """
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc

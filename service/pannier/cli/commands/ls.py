@@ -49,7 +49,7 @@ def command(
     The JSON is a stable contract: per line "checkpoint" (its id), "state" (as
     above), "attempt" (or null), "bytes" (of its data files), "time" (when it
     was committed, else last written; Unix time in seconds), "job" and "metrics"
-    (of a committed one), and "kept_for" (the rules by which the last retention kept it).
+    (of a committed one; null: not finite), and "kept_for" (the rules by which the last retention kept it).
     """
     found, kept = asyncio.run(_list(root, pattern, storage_options))
     if not found:
@@ -93,7 +93,7 @@ def _fields(root: str, checkpoint: Checkpoint, kept: dict[str, Any]) -> dict[str
         "bytes": named["size"],
         "time": named["time"],
         "job": named["job"],
-        "metrics": named["metrics"],
+        "metrics": output.finite(named["metrics"]),
         "kept_for": _reasons(kept, checkpoint),
     }
 

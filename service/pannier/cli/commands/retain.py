@@ -53,8 +53,8 @@ def command(
     operation: all else is removed.
 
     The JSON is a stable contract: per line "checkpoint" (its id), "time" (Unix
-    time of the commit), "metrics", "kept_for" (the rules that keep it; empty:
-    it was removed, or would be) and "bytes" (removed).
+    time of the commit), "metrics" (null: not finite), "kept_for" (the rules that
+    keep it; empty: it was removed, or would be) and "bytes" (removed).
     """
     policy = policy_of(settings)
     outcomes = asyncio.run(
@@ -133,7 +133,7 @@ def _fields(root: str, outcome: Outcome) -> dict[str, Any]:
     return {
         "checkpoint": f"{root.rstrip('/')}/{checkpoint.name}",
         "time": checkpoint.time,
-        "metrics": dict(checkpoint.metrics),
+        "metrics": output.finite(checkpoint.metrics),
         "kept_for": list(outcome.reasons),
         "bytes": outcome.removed,
     }

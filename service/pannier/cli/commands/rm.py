@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from pannier.cli import output
+from pannier.cli.errors import end_negative
 from pannier.cli.options import Location, json_option, storage_options
 from pannier.maintenance.delete_checkpoint import (
     RemovalPlan,
@@ -68,12 +69,22 @@ async def _remove(
     try:
         plan = await plan_removal(store)
         if not yes:
-            click.confirm(_question(checkpoint_id, plan), abort=True, err=True)
+            _confirm(_question(checkpoint_id, plan))
         gone = await remove_checkpoint(store, plan, host=socket.gethostname())
     finally:
         await store.close()
     remove_directory(checkpoint_id)
     return plan, gone
+
+
+def _confirm(question: str) -> None:
+    try:
+        confirmed = click.confirm(question, err=True)
+    except click.Abort:  # no answer can be read
+        confirmed = False
+        output.say("", err=True)
+    if not confirmed:
+        end_negative("nothing was removed", "with --yes, `pannier rm` doesn't ask")
 
 
 def _question(checkpoint_id: str, plan: RemovalPlan) -> str:

@@ -11,6 +11,7 @@ from pannier.cli.save_advice import GroupAdvice, advice_of
 from pannier.cli.status_client import (
     StatusClient,
     UnknownNameError,
+    as_named,
     daemon_option,
     embedded_sidecars,
 )
@@ -66,7 +67,7 @@ def command(
 
     Below the list of saves is what a save costs, for each job and group of ranks: medians
     of its committed saves in the list. Loads are shown while they run and for an hour
-    after, unless --state is given.
+    after, at most 64 that have ended, unless --state is given.
 
     The JSON is a stable contract: pannier.v1.ListSavesResponse, with SAVE
     pannier.v1.GetSaveResponse, or GetLoadResponse of a load, in proto3's JSON form with the
@@ -86,7 +87,7 @@ def command(
             )
     with StatusClient(address, **tls) as client:
         if save is not None:
-            found = _find(client, save)
+            found = _find(client, as_named(save))
             if isinstance(found, status_pb2.GetLoadResponse):
                 if as_json:
                     output.print_json(as_dict(found))

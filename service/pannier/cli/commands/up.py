@@ -11,6 +11,7 @@ import logging
 import os
 import pkgutil
 import zlib
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -233,8 +234,16 @@ def _run(*words: str) -> NoReturn:
     """Runs ``pannier WORDS`` in a copy of this process."""
     from pannier.cli.main import main
 
-    set_process_title("pannier", *words)
+    set_process_title("pannier", *_shown(words))
     main(words)
+
+
+def _shown(words: Sequence[str]) -> list[str]:
+    """Without storage options: they may be credentials, and all users of a host see its command lines."""
+    return [
+        "..." if flag == "--storage-options" else word
+        for flag, word in zip(["", *words], words, strict=False)
+    ]
 
 
 def _import_shared() -> None:

@@ -13,7 +13,13 @@ from pannier.cli import load_view, output, save_view
 from pannier.cli.errors import NEGATIVE, OK
 from pannier.cli.options import output_options
 from pannier.cli.progress import SaveProgress
-from pannier.cli.status_client import TERMINAL, StatusClient, UnknownNameError, daemon_option
+from pannier.cli.status_client import (
+    TERMINAL,
+    StatusClient,
+    UnknownNameError,
+    as_named,
+    daemon_option,
+)
 from pannier.common.message_json import as_dict
 from pannier.v1 import load_status_pb2, save_pb2, status_pb2
 from pannier.wire.errors import PannierError, VersionMismatchError
@@ -43,9 +49,9 @@ def command(
     line = ""
     out = output.console()
     with StatusClient(address, **tls) as client, ExitStack() as stack:
-        changes = _changes(client, save or _newest(client))
+        changes = _changes(client, as_named(save) if save else _newest(client))
         live = None
-        if out.is_terminal and not as_json:
+        if out.is_terminal and not out.is_dumb_terminal and not as_json:
             live = stack.enter_context(Live(console=out, transient=True))
         progress: SaveProgress | load_view.LoadProgress | None = None
         for last in changes:
