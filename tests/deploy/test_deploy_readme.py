@@ -77,6 +77,25 @@ def test_the_commands_that_need_nothing_do_what_they_say(tmp_path: Path) -> None
         assert (tmp_path / "jobs").stat().st_mode & 0o077 == 0
 
 
+def test_the_patch_for_another_port_adds_it(tmp_path: Path) -> None:
+    needs_kubectl()
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    overlay = tmp_path / "deploy" / "overlays" / "gke-gpu"
+    blocks = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (patch,) = [block for block in blocks if "NetworkPolicy" in block]
+    with (overlay / "kustomization.yaml").open("a") as file:
+        file.write(patch)
+    command = ["kubectl", "kustomize", str(overlay)]
+    text = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    policies = {
+        each["metadata"]["name"]: each["spec"]
+        for each in yaml.safe_load_all(text)
+        if each["kind"] == "NetworkPolicy"
+    }
+    ports = policies["pannier-coordinator"]["egress"][0]["ports"]
+    assert ports[-1] == {"port": 4317, "protocol": "TCP"}
+
+
 def test_the_table_of_a_jobs_file_is_what_is_read() -> None:
     table = README.partition("| field of a job's file |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `([a-z_]+)` \|", table, re.MULTILINE)) == set(KNOWN)
