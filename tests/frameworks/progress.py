@@ -23,13 +23,18 @@ def resumed(step: int) -> None:
     print(f"resumes after {step}", flush=True)
 
 
-def stepped(step: int, tensors: Iterable[torch.Tensor]) -> None:
-    """Reports a step with a digest of all bits of this rank's tensors, and waits where the test wants it."""
-    digest = hashlib.sha256()
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Of all bits of this rank's tensors."""
+    found = hashlib.sha256()
     for tensor in tensors:
         for part in parts(tensor):
-            digest.update(bits(part))
-    print(f"step {step} {digest.hexdigest()}", flush=True)
+            found.update(bits(part))
+    return found.hexdigest()
+
+
+def stepped(step: int, tensors: Iterable[torch.Tensor]) -> None:
+    """Reports a step with a digest of this rank's tensors, and waits where the test wants it."""
+    print(f"step {step} {digest(tensors)}", flush=True)
     if str(step) in os.environ.get("PAUSE_AFTER", "").split(","):
         while not (Path(os.environ["GO"]) / str(step)).exists():
             time.sleep(0.01)

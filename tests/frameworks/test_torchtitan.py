@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from frameworks.killed_runs import PROGRAMS, check_resumes
+from pannier import client
 from support.processes.daemons import Daemons
 from support.storage.gcs_server import GcsServer
 
@@ -25,3 +27,47 @@ def test_a_number_of_checkpoints_to_keep_is_refused_with_the_setting_that_has_it
     ):
         CheckpointManager.Config(enable=True, keep_latest_k=3)
     assert CheckpointManager.Config(enable=True).keep_latest_k == 0
+
+
+def test_its_close_raises_what_a_save_has_failed_with_unless_training_has_failed(
+    daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchtitan.components.checkpointer import AsyncMode
+
+    from pannier.client.integrations.torchtitan import CheckpointManager
+
+    for name, value in daemons.env(**daemons.environment).items():
+        monkeypatch.setenv(name, value)
+
+    def saving() -> CheckpointManager:
+        manager = CheckpointManager(
+            CheckpointManager.Config(enable=True),
+            **dict.fromkeys(("dataloader", "lr_schedulers", "sd_adapter")),
+            model_parts=[],
+            optimizers=[],
+            states={},
+        )
+        state = {"w": torch.zeros(3 << 20)}
+        manager.dcp_save(state, "gs://bucket/denied/step-1", AsyncMode.ASYNC)
+        return manager
+
+    server.fault(
+        kind="status",
+        method="POST",
+        path="uploadType=resumable",
+        status=403,
+        message="no such right",
+        times=-1,
+    )
+    with pytest.raises(client.SaveAbortedError, match="no such right"):
+        saving().close()
+    manager = saving()
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        # As torchtitan does before it raises the error again.
+        manager.close()
+    with pytest.raises(client.SaveAbortedError, match="no such right"):
+        client.wait_all()
+    server.clear()
+    client.close()

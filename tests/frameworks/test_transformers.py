@@ -1,11 +1,14 @@
 """Transformers' Trainer with Pannier's callback."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from frameworks.killed_runs import PROGRAMS, check_resumes, listed, train
+from pannier import client
+from pannier.wire import limits
 from support.processes.daemons import Daemons
 from support.processes.ranks import start_ranks
 from support.processes.stretch import BOUND_S
@@ -40,6 +43,66 @@ def test_the_newest_directory_is_not_resumed_when_its_save_was_aborted(
     for output in train(PROGRAM, {**env, "RESUME": "True"}):
         assert "resumes after 2\n" in output
     assert listed(root, env)[-1] == "checkpoint-6"
+
+
+def test_a_resumed_job_ends_with_the_best_model_of_all_hosts(
+    server: GcsServer, tmp_path: Path
+) -> None:
+    # None is removed.
+    with Daemons(tmp_path / "daemons", environment=server.env) as daemons:
+        env = {**daemons.env(**server.env), "ROOT": "gs://bucket/best", "BEST": "yes"}
+        ends = [
+            re.findall(r"^ends with (\w+)$", output, re.M)
+            for steps in ("4", "6")
+            for output in train(PROGRAM, {**env, "STEPS": steps, "SCRATCH": str(tmp_path / steps)})
+        ]
+        assert listed(env["ROOT"], env) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert all(ends)
+    assert ends[:2] == ends[2:]
+
+
+def test_a_best_model_without_a_checkpoint_is_not_looked_for(
+    daemons: Daemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pannier.client.integrations import transformers
+
+    for name, value in daemons.env(**daemons.environment).items():
+        monkeypatch.setenv(name, value)
+    callback = transformers.PannierCallback(tmp_path / "run")
+    callback._scratch = transformers.ScratchDirectory(tmp_path / "scratch", callback.root)
+    state = SimpleNamespace(best_global_step=2, best_model_checkpoint="/left/by/an/abort")
+    callback.on_train_begin(SimpleNamespace(load_best_model_at_end=True), state, None)
+    assert state.best_model_checkpoint is state.best_global_step is None
+    client.close()
+
+
+def test_a_save_has_as_many_metrics_as_it_may_have_the_best_models_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pannier.client.integrations.transformers import PannierCallback
+
+    staged = []
+    callback = PannierCallback(tmp_path / "run")
+    callback._rank = 0
+    callback._scratch = SimpleNamespace(
+        directory=tmp_path, stage=lambda name, files, metrics: staged.append(metrics)
+    )
+    (tmp_path / "checkpoint-2").mkdir()
+    names = [f"eval_{number}_runtime" for number in range(limits.MAX_METRICS)]
+    names += ["eval_" + "x" * limits.MAX_WORD, "eval_loss", "eval_best", "loss"]
+    state = SimpleNamespace(
+        global_step=2, best_global_step=None, log_history=[{"step": 2, **dict.fromkeys(names, 0.5)}]
+    )
+    for _ in range(2):
+        callback.on_save(SimpleNamespace(metric_for_best_model="best"), state, None)
+    for metrics in staged:
+        limits.check_metrics(metrics)
+        assert len(metrics) == limits.MAX_METRICS
+        assert metrics.keys() >= {"eval_loss", "eval_best"}
+    assert len(staged) == 2
+    assert [each.message for each in caplog.records if "metrics" in each.message] == [
+        "64 of 67 metrics are saved with the checkpoint: at most 64, with names of 128 characters"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,18 @@ def test_other_storage_is_torchs(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     ]
 
 
+def test_a_checkpoint_per_rank_is_loaded_by_torch(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    dcp.save(state(3), checkpoint_id=path, use_collectives=False)
+    assert not (path / ".metadata").exists()
+    with client.patch_dcp():
+        assert loaded(checkpoint_id=path) == 3
+        for reader in (dcp.FileSystemReader(path), client.StorageReader(path)):
+            assert loaded(storage_reader=reader) == 3
+        with pytest.raises(client.StorageError, match="it doesn't exist"):
+            loaded(checkpoint_id=tmp_path / "b")
+
+
 def test_an_adapter_takes_the_states_of_one_directory(tmp_path: Path) -> None:
     class Taker:
         def __init__(self) -> None:

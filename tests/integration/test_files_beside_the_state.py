@@ -16,6 +16,7 @@ from pannier.client import (
     Client,
     InvalidRequestError,
     SaveAbortedError,
+    SaveHandle,
     StorageError,
     StorageWriter,
 )
@@ -116,12 +117,12 @@ def test_a_load_reads_those_of_the_save_whose_state_it_reads(client: Client, pla
 
 
 def test_what_a_framework_loads_in_parts_is_of_one_save(tmp_path: Path) -> None:
-    scratch = ScratchDirectory(tmp_path / "local", str(tmp_path / "run"))
+    scratch, other = (ScratchDirectory(tmp_path / name, str(tmp_path / "run")) for name in "ab")
     model, state = Path("step-1/model"), {"w": torch.zeros(4)}
 
     def save(value: float) -> None:
-        scratch.save(model, {"w": torch.full((4,), value)})
-        scratch.stage("step-1", []).result(BOUND_S)
+        other.save(model, {"w": torch.full((4,), value)})
+        other.stage("step-1", []).result(BOUND_S)
 
     save(1.0)
     scratch.restore("step-1", lambda name: True)
@@ -132,6 +133,39 @@ def test_what_a_framework_loads_in_parts_is_of_one_save(tmp_path: Path) -> None:
         scratch.load(model, state)
     scratch.restore("step-1", lambda name: True)
     assert scratch.load(model, state)
+    package.close()
+
+
+def test_a_framework_loads_what_this_process_is_saving_again(
+    server: GcsServer, tmp_path: Path
+) -> None:
+    root, model = f"gs://bucket/{tmp_path.name}", Path("step-1/model")
+    # Of a size whose upload can be delayed.
+    state = {"w": torch.zeros(3 << 20)}
+    # Accelerate's functions have one for each call.
+    scratch, other = (ScratchDirectory(tmp_path / name, root) for name in "ab")
+    file = scratch.directory / "step-1/value"
+    file.parent.mkdir(parents=True)
+
+    def save(value: float) -> SaveHandle:
+        file.write_text(str(value))
+        scratch.save(model, {"w": torch.full_like(state["w"], value)})
+        return scratch.stage("step-1", [file])
+
+    def save_slowly(value: float) -> None:
+        server.fault(kind="delay", method="POST", path="uploadType=resumable", seconds=1)
+        assert not save(value).done()
+
+    save(1.0).result(BOUND_S)
+    scratch.restore("step-1", lambda name: True)
+    save_slowly(2.0)
+    assert scratch.load(model, state)
+    assert state["w"].unique().tolist() == [2.0]
+    save_slowly(3.0)
+    folder = other.restore("step-1", lambda name: True)
+    assert (folder / "value").read_text() == "3.0"
+    assert other.load(model, state)
+    assert state["w"].unique().tolist() == [3.0]
     package.close()
 
 

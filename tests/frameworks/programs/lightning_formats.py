@@ -6,7 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, strategies
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from torch.distributed.fsdp import fully_shard
 
 from frameworks.progress import tensors_of
@@ -36,14 +41,14 @@ class Model(LightningModule):
         return torch.utils.data.DataLoader(torch.ones(9, 8), batch_size=1)
 
 
-def fit(strategy: strategies.Strategy, steps: int, saves: Any = None, **options: Any) -> Any:
+def fit(strategy: strategies.Strategy, steps: int, callback: Any = None, **options: Any) -> Any:
     """A trainer that has made so many steps, with the bits of its states."""
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         strategy=strategy,
-        callbacks=[saves] if saves else [],
-        enable_checkpointing=saves is not None,
+        callbacks=[callback] if callback else [],
+        enable_checkpointing=isinstance(callback, Checkpoint),
         max_steps=steps,
         logger=False,
         enable_progress_bar=False,
@@ -60,7 +65,11 @@ def saving(where: str) -> ModelCheckpoint:
 
 dist.init_process_group("gloo")
 theirs = strategies.ModelParallelStrategy
-_, saved = fit(ModelParallelStrategy(1, 1), 2, saving("ours"))
+trainer, saved = fit(ModelParallelStrategy(1, 1), 2, saving("ours"))
+# As for Slurm's auto-requeue.
+trainer.save_checkpoint(f"{ROOT}/hpc_ckpt_1.ckpt")
+assert os.path.exists(f"{ROOT}/hpc_ckpt_1.ckpt/.metadata")
+print("a requeued job's is committed", flush=True)
 # No further step is made: what is there was loaded.
 trainer, read = fit(theirs(1, 1), 2, ckpt_path=f"{ROOT}/ours/step=2.ckpt")
 assert trainer.global_step == 2
@@ -76,9 +85,20 @@ for where, whole in (("sharded", False), ("single", True)):
     assert not differences(read, saved)
     print(f"Pannier reads Lightning's {where}", flush=True)
 
-for saves in (ModelCheckpoint(ROOT), ModelCheckpoint(ROOT, save_top_k=-1, save_last="link")):
+exceptions = OnExceptionCheckpoint(ROOT)
+# Without a checkpoint of an earlier exception, and with one, which stays.
+trainer, _ = fit(ModelParallelStrategy(1, 1), 2, exceptions)
+trainer.save_checkpoint(exceptions.ckpt_path)
+fit(ModelParallelStrategy(1, 1), 3, exceptions, ckpt_path=exceptions.ckpt_path)
+assert os.path.exists(f"{exceptions.ckpt_path}/.metadata")
+print("OnExceptionCheckpoint ends well", flush=True)
+
+named = ModelCheckpoint(ROOT, save_top_k=-1, save_last=True)
+named.CHECKPOINT_NAME_LAST = "{step}-last"
+linked = ModelCheckpoint(ROOT, save_top_k=-1, save_last="link")
+for callback in (ModelCheckpoint(ROOT), linked, named, LearningRateFinder()):
     try:
-        fit(ModelParallelStrategy(1, 1), 2, saves)
+        fit(ModelParallelStrategy(1, 1), 2, callback)
     except ValueError as error:
         print(f"refused: {error}", flush=True)
 client.close()

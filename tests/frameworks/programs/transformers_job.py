@@ -1,6 +1,7 @@
 """Trains with Transformers' Trainer and FSDP2 as docs/frameworks.md has it.
 
-``RESUME`` is what it resumes from. Rank 1 kills itself where it would save step ``DIE_BEFORE_SAVE``.
+``RESUME`` is what it resumes from. With ``BEST`` it evaluates, and ends with the best model, that of the earliest
+evaluation. Rank 1 kills itself where it would save step ``DIE_BEFORE_SAVE``.
 """
 
 import os
@@ -13,7 +14,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
-from frameworks.progress import documented, resumed, stepped, tensors_of
+from frameworks.progress import digest, documented, resumed, stepped, tensors_of
 from pannier import client
 
 WORDS = 2048
@@ -38,6 +39,12 @@ class Progress(TrainerCallback):
     ) -> None:
         stepped(state.global_step, tensors_of(model, [optimizer.optimizer]))
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **others: Any) -> None:
+        metrics["eval_loss"] = state.global_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any, **others: Any) -> None:
+        print(f"ends with {digest(tensors_of(model, []))}", flush=True)
+
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if args.process_index and str(state.global_step) == os.environ.get("DIE_BEFORE_SAVE"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -52,11 +59,14 @@ def _shard_on_cpu(arguments: TrainingArguments) -> None:
 settings = (
     f"use_cpu=True, max_steps={os.environ['STEPS']}, per_device_train_batch_size=1, report_to=[]"
 )
+if os.environ.get("BEST"):
+    settings += ", eval_strategy='steps', eval_steps=2, load_best_model_at_end=True"
 changes = {
     "gs://bucket/run": os.environ["ROOT"],
     "/tmp/scratch": os.environ["SCRATCH"],
     "save_steps=500": f"save_steps=2, disable_tqdm=True, {settings}",
     "trainer = Trainer(": "shard_on_cpu(arguments)\ntrainer = Trainer(",
+    "train_dataset=data": "train_dataset=data, eval_dataset=data",
     "[pannier]": "[Progress(), pannier]",
     "pannier.latest()": os.environ.get("RESUME", "pannier.latest()"),
 }

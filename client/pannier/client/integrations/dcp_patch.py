@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FunctionType, ModuleType, TracebackType
 from typing import Any, Final, Protocol
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from pannier import client
 from pannier.client import torch_compat
 from pannier.client.handle import SaveHandle
+from pannier.client.loading.catalog import PerRankError
 from pannier.client.save_factory import raise_unretrieved
 from pannier.common.locations import absolute
 from pannier.wire.errors import InvalidRequestError
@@ -40,7 +41,7 @@ _takers: "Final[dict[Path, StateTaker]]" = {}
 _replaced: Final[list[tuple[ModuleType, str, Any]]] = []
 """Modules and names that had one of torch's functions, and the function."""
 _pending: Final[set[SaveHandle]] = set()
-"""Saves that the patched ``async_save`` began, and that have not ended."""
+"""Saves of the patched ``async_save`` and of adapters that have not ended."""
 _passed_on: Final[set[str]] = set()
 """Kinds of storage for which it was logged that they are left to torch."""
 
@@ -74,6 +75,19 @@ def leave_states(directory: Path) -> None:
     """Leaves a directory to torch again; its functions stay replaced, which makes taking the next one quick."""
     with _lock:
         del _takers[directory]
+
+
+def track(handle: SaveHandle) -> None:
+    """Lets :func:`wait_for_saves` wait for a save until it has ended."""
+    with _lock:
+        _pending.add(handle)
+    handle.add_done_callback(_forget)
+
+
+def wait_for_saves(checkpoint_id: str | os.PathLike[str]) -> None:
+    """Waits for this process's tracked saves to a checkpoint; a load that follows raises what they raise."""
+    for handle in _underway(absolute(checkpoint_id)):
+        handle.wait()
 
 
 class DcpPatch(AbstractContextManager["DcpPatch"]):
@@ -127,6 +141,7 @@ def patch_dcp() -> DcpPatch:
     and storage options are ignored. As with torch, a save replaces an existing checkpoint, also another
     job's. ``async_checkpointer_type`` and torch's own stagers are ignored, since Pannier stages by itself.
     Other storage, such as safetensors, and subclasses are left to torch, with one warning for each kind.
+    A checkpoint that torch saved with ``use_collectives=False`` is loaded by torch, too.
 
     Raises, from the functions:
         InvalidRequestError: another ``async_stager``, or ``use_collectives=False``, which Pannier can't honour.
@@ -213,9 +228,7 @@ def _async_save(
         )
     _check_stager(async_stager)
     handle = client.async_save(state_dict, **target, **arguments)
-    with _lock:
-        _pending.add(handle)
-    handle.add_done_callback(_forget)
+    track(handle)
     return handle
 
 
@@ -232,16 +245,13 @@ def _load(
         if taker.load(path, state_dict):
             return
     source = _source(checkpoint_id, storage_reader)
-    if source is None:
-        _torch_load(
-            state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **arguments
-        )
-        return
-    place = source.get("checkpoint_id") or source["storage_reader"].checkpoint_id
-    for handle in _underway(absolute(place)):
-        # What it raises is raised by the load.
-        handle.wait()
-    client.load(state_dict, **source, **arguments)
+    if source is not None:
+        wait_for_saves(source.get("checkpoint_id") or source["storage_reader"].checkpoint_id)
+        # Raised on all ranks: so all of them go on with torch.
+        with suppress(PerRankError):
+            client.load(state_dict, **source, **arguments)
+            return
+    _torch_load(state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **arguments)
 
 
 _OURS: Final = (_save, _async_save, _load)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer, strategies
+from lightning.pytorch.callbacks import LearningRateFinder, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -33,6 +34,10 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
                 "save_distributed_checkpoint=False saves one file from rank 0: that is for Lightning's own strategy"
             )
         fits = trainer.state.fn == TrainerFn.FITTING
+        if fits and any(isinstance(each, LearningRateFinder) for each in trainer.callbacks):
+            raise ValueError(
+                "LearningRateFinder removes a checkpoint that it saves: find the rate with Lightning's own strategy"
+            )
         for callback in trainer.checkpoint_callbacks if fits else ():
             keep, last = getattr(callback, "save_top_k", -1), getattr(callback, "save_last", None)
             if keep > 0:
@@ -42,6 +47,9 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
                     "save_last='link' would link to a checkpoint that isn't committed: leave it out, and resume "
                     "from pannier.client.latest(dirpath)"
                 )
+            name = getattr(callback, "CHECKPOINT_NAME_LAST", "")
+            if last and "{" in name:
+                _refuse_removal(f"CHECKPOINT_NAME_LAST={name!r}", "give it no placeholder")
         super().setup(trainer)
 
     # Pannier copies from the device itself: no copies of the states are made here.
@@ -57,7 +65,7 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str, storage_options: Any = None
     ) -> None:
-        """Saves in the background; returns when all is staged."""
+        """Saves in the background; returns when all is staged, or committed before Slurm requeues the job."""
         if storage_options is not None:
             raise TypeError(
                 f"storage_options={storage_options!r}: set PANNIER_STORAGE_OPTIONS of the daemons"
@@ -67,12 +75,16 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
             state[f"optimizer_{index}"] = each
         meta = io.BytesIO()
         torch.save(checkpoint, meta)
-        client.async_save(
+        path = self.broadcast(filepath)
+        handle = client.async_save(
             state,
-            checkpoint_id=self.broadcast(filepath),
+            checkpoint_id=path,
             extra_files={_META: meta.getvalue()} if self.global_rank == 0 else None,
             metrics=self._monitored(),
         )
+        if os.path.basename(path).startswith("hpc_ckpt_"):
+            # Lightning requeues the Slurm job next, and embedded daemons end with it.
+            handle.result()
 
     def load_checkpoint(
         self, checkpoint_path: str, weights_only: bool | None = None
@@ -95,8 +107,12 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
         return rest
 
     def remove_checkpoint(self, filepath: str) -> None:
-        """Raises ValueError: only the coordinator removes checkpoints."""
-        _refuse_removal(f"the removal of {filepath}")
+        """Raises ValueError, except for ``OnExceptionCheckpoint``: only the coordinator removes checkpoints."""
+        callbacks = self.lightning_module.trainer.callbacks
+        exceptions = [each for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
+        # It removes its checkpoint whenever training succeeds. Mostly there is none; one of an earlier start stays.
+        if filepath not in [each.ckpt_path for each in exceptions]:
+            _refuse_removal(f"the removal of {filepath}")
 
     def on_train_end(self) -> None:
         """Waits until all is committed; raises what failed."""
@@ -110,8 +126,8 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
         return {name: value for name, value in trainer.callback_metrics.items() if name in names}
 
 
-def _refuse_removal(what: str) -> None:
+def _refuse_removal(what: str, instead: str = "set save_top_k=-1") -> None:
     raise ValueError(
-        f"{what} would remove checkpoints while newer ones aren't committed yet: set save_top_k=-1, and "
+        f"{what} would remove checkpoints while newer ones aren't committed yet: {instead}, and set "
         "PANNIER_KEEP_NEWEST or PANNIER_KEEP_BEST (`pannier coordinator --keep-newest 3 --keep-best loss:min`)"
     )

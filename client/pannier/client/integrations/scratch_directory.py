@@ -54,6 +54,7 @@ class ScratchDirectory(dcp_patch.StateTaker):
             return False
         name, state = path.parts
         checkpoint_id = posixpath.join(self.root, name)
+        dcp_patch.wait_for_saves(checkpoint_id)
         read = client.load({state: state_dict}, checkpoint_id=checkpoint_id).attempt
         if read != self._restored.setdefault(name, read):
             raise client.StorageError(
@@ -79,6 +80,9 @@ class ScratchDirectory(dcp_patch.StateTaker):
             extra_files=contents,
             **arguments,
         )
+        dcp_patch.track(handle)
+        # What was put back is replaced by this process itself.
+        self._restored.pop(name, None)
         for file in contents:
             (folder / file).unlink()
         return handle
@@ -91,7 +95,9 @@ class ScratchDirectory(dcp_patch.StateTaker):
         """
         folder = self.directory / name
         folder.mkdir(parents=True, exist_ok=True)
-        found = client.load({}, checkpoint_id=posixpath.join(self.root, name), extra_files=wanted)
+        checkpoint_id = posixpath.join(self.root, name)
+        dcp_patch.wait_for_saves(checkpoint_id)
+        found = client.load({}, checkpoint_id=checkpoint_id, extra_files=wanted)
         self._restored[name] = found.attempt
         for file, content in found.extra_files.items():
             # The name becomes a local path.

@@ -7,6 +7,7 @@ removed. safetensors are left to torchtitan. For torchtitan 0.3.
 
 import contextlib
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
         # With a stager set, torchtitan makes none of its own, with pinned memory. It closes this at the end.
         self.stager = contextlib.ExitStack()
         if config.enable:
+            self.stager.callback(_wait_for_saves)
             for optimizer in optimizers:
                 # torchtitan itself waits for the copy before it steps.
                 client.guard(optimizer, wait=False)
@@ -104,3 +106,11 @@ class CheckpointManager(checkpointer.CheckpointManager):
         if saved and last_step:
             client.wait_all()
         return saved
+
+
+def _wait_for_saves() -> None:
+    """Waits until all is committed; raises what failed."""
+    # torchtitan also closes while it handles an error of training. That error must be the one that is raised; those
+    # of saves are printed at the exit.
+    if sys.exc_info()[0] is None:
+        client.wait_all()

@@ -5,6 +5,7 @@ In: the states that Trainer, through Accelerate, gives to DCP, and the small fil
 there, and put back for a resume. For transformers 5.23 and accelerate 1.15.
 """
 
+import logging
 import os
 import posixpath
 from pathlib import Path
@@ -18,7 +19,11 @@ from transformers import TrainerCallback, trainer
 from pannier import client
 from pannier.client.integrations.accelerate import check_sharded
 from pannier.client.integrations.scratch_directory import ScratchDirectory
+from pannier.client.loading.filesystem import MissingError
 from pannier.common.locations import absolute
+from pannier.wire import limits
+
+_log = logging.getLogger(__name__)
 
 
 class PannierCallback(TrainerCallback):
@@ -34,6 +39,7 @@ class PannierCallback(TrainerCallback):
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = absolute(root)
         self._scratch: ScratchDirectory | None = None
+        self._has_warned = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Handles Trainer's calls of DCP from now on. Raises ValueError for unsupported settings."""
@@ -55,9 +61,28 @@ class PannierCallback(TrainerCallback):
         self._scratch = ScratchDirectory(output_dir, self.root)
         self._scratch.start()
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Finds the best checkpoint of an earlier start, for ``load_best_model_at_end``, on all ranks alike.
+
+        Trainer looks for a directory, which only hosts that have saved or resumed the checkpoint have.
+        """
+        if not (args.load_best_model_at_end and state.best_global_step):
+            return
+        try:
+            folder = self._started().restore(
+                f"checkpoint-{state.best_global_step}", lambda file: False
+            )
+            state.best_model_checkpoint = str(folder)
+        except MissingError:
+            # Without the step, Trainer doesn't look for the directory again at its next save.
+            state.best_model_checkpoint = state.best_global_step = None
+
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Stages what Trainer has just saved; the commit follows in the background."""
         scratch, name = self._started(), f"checkpoint-{state.global_step}"
+        if state.best_global_step == state.global_step:
+            # Trainer looks for the directory before Accelerate makes it, so that some ranks may not find it.
+            state.best_model_checkpoint = str(scratch.directory / name)
         # Each rank saves the file with its random state; the first rank saves all other files.
         files = [
             path
@@ -68,7 +93,7 @@ class PannierCallback(TrainerCallback):
         logs = [log for log in state.log_history if log["step"] == state.global_step]
         numbers = {k: v for log in logs for k, v in log.items() if isinstance(v, int | float)}
         metrics = {k: v for k, v in numbers.items() if k.startswith("eval_")}
-        scratch.stage(name, files, metrics=metrics)
+        scratch.stage(name, files, metrics=self._kept(metrics, args.metric_for_best_model))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Waits until all is committed; raises what failed."""
@@ -100,6 +125,22 @@ class PannierCallback(TrainerCallback):
         if self._scratch is None:
             raise RuntimeError("PannierCallback must be in the callbacks of a Trainer first")
         return self._scratch
+
+    def _kept(self, metrics: dict[str, float], best: str | None) -> dict[str, float]:
+        """As many metrics as a save may have: that of the best model and the loss come first."""
+        first = (best, f"eval_{best}", "eval_loss")
+        names = [name for name in metrics if len(name) <= limits.MAX_WORD and name.isprintable()]
+        names = sorted(names, key=lambda name: name not in first)[: limits.MAX_METRICS]
+        if len(names) < len(metrics) and self._rank == 0 and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%d of %d metrics are saved with the checkpoint: at most %d, with names of %d characters",
+                len(names),
+                len(metrics),
+                limits.MAX_METRICS,
+                limits.MAX_WORD,
+            )
+        return {name: metrics[name] for name in names}
 
     def _is_own(self, file: str) -> bool:
         return file == f"rng_state_{self._rank}.pth"
