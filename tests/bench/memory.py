@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.bench.embedded import Place, Ways, rest
+from tests.bench.embedded import Place, Ways, find, rest
 from tests.bench.parts import GIB, MIB, Row, arguments, finish, parsed, say, sized
 from tests.bench.training import State, change, make_state
 
@@ -154,7 +154,7 @@ def leaks(transport: str, marks: tuple[int, int]) -> dict[str, Any]:
                 client.save(state, checkpoint_id=target)
             if number in marks:
                 rest(1.0)
-                pids = {name: place.find(name).pid for name in ("sidecar", "coordinator")}
+                pids = {name: find(place.runtime, name).pid for name in ("sidecar", "coordinator")}
                 found[str(number)] = {
                     **standing({"trainer": os.getpid(), **pids}),
                     "spool": {"pss_bytes": in_files(place.spool, [])},
