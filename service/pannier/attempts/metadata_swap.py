@@ -243,8 +243,9 @@ async def settle_copies(
 ) -> list[ObjectInfo]:
     """Makes the copies of extra files those of the checkpoint that ``.metadata`` names.
 
-    What no save has written stays: a user may have edited a copy. Every process calls it after it has changed copies, and after it has replaced ``.metadata``: so the last
-    of several concurrent processes leaves the right copies, whatever their order.
+    Every process calls it after it has changed copies, and after it has replaced ``.metadata``: so the last
+    of several concurrent processes leaves the right copies, whatever their order. What no save has written
+    stays: a user may have edited a copy.
 
     Args:
         gone: COMMITs whose copies are removed, except names that the current checkpoint has, too.

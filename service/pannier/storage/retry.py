@@ -108,9 +108,7 @@ async def retry(
         on_retry=notify,
     )
     try:
-        if not writes:
-            return await policy.run(once)
-        with unless_written(lambda: problem is not None):
+        with unless_written(lambda: writes and problem is not None):
             return await policy.run(once)
     except (TransientError, asyncio.TimeoutError) as error:
         last = problem or f"{what}: no answer"
