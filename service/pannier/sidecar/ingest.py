@@ -15,9 +15,8 @@ from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.sidecar.upload.uploader import Uploader
-from pannier.storage import check_shared
+from pannier.storage import check_allowed_in_time, check_shared
 from pannier.storage.io_threads import reservation_threads
-from pannier.storage.url import check_allowed_in_time
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
 from pannier.wire.errors import (

@@ -96,6 +96,7 @@ class Sidecar:
             open_store,
             storage_options=config.storage_options,
             upload_threads=self._upload_threads,
+            allow=config.allow,
         )
         self._stack = AsyncExitStack()
         self._kept: set[str] | None = None

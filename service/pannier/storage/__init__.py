@@ -5,7 +5,7 @@ was read.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -26,7 +26,7 @@ from pannier.storage.base import (
 from pannier.storage.local.store import LocalStore
 from pannier.storage.memory import MemoryStore
 from pannier.storage.upload_threads import UploadThreads, default_threads
-from pannier.storage.url import check_allowed, check_shared
+from pannier.storage.url import check_allowed, check_allowed_in_time, check_shared
 from pannier.wire.errors import ConfigurationError
 
 
@@ -36,6 +36,7 @@ def open_store(
     storage_options: Mapping[str, Any] | None = None,
     upload_threads: UploadThreads = default_threads,
     deadline_s: float = 300,
+    allow: Sequence[str] = (),
 ) -> Store:
     """The store of one directory; connects at first use, in the event loop that uses it.
 
@@ -46,6 +47,8 @@ def open_store(
             ``endpoint_url``); the others take none.
         upload_threads: the threads that read and send data files.
         deadline_s: seconds after which an operation, or an upload without progress, fails.
+        allow: roots that a local file must lie below to be read, wherever symbolic links lead; empty:
+            anywhere.
 
     Raises:
         InvalidRequestError: a malformed URL, or an unknown scheme.
@@ -54,7 +57,7 @@ def open_store(
     location = parse(url)
     options = dict(storage_options or {})
     if location.scheme == "file":
-        return LocalStore(location, upload_threads, deadline_s=deadline_s)
+        return LocalStore(location, upload_threads, deadline_s=deadline_s, allow=allow)
     if location.scheme == "memory":
         return MemoryStore(location, upload_threads)
     if location.scheme == "gs":
@@ -116,6 +119,7 @@ __all__ = [
     "Store",
     "Unfinished",
     "check_allowed",
+    "check_allowed_in_time",
     "check_shared",
     "import_store",
     "is_imported",

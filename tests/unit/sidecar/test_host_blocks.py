@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,9 @@ async def serving(root: Path, *, may_fetch: bool = True) -> AsyncIterator[HostBl
         coordinator="host:1", spool=Path("/spool"), host="node-0", allow=(str(root),)
     )
     copies: Any = NoCopies()
-    blocks = HostBlocks.of(config, copies, open_store, lambda: may_fetch)
+    blocks = HostBlocks.of(
+        config, copies, partial(open_store, allow=config.allow), lambda: may_fetch
+    )
     try:
         yield blocks
     finally:

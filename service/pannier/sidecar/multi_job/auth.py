@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 from pannier.common import timeouts
 from pannier.daemon.interceptors import WrappingInterceptor, abort_call
 from pannier.sidecar.multi_job.job_config import JobConfig, read_digests
-from pannier.storage.url import check_allowed_in_time
+from pannier.storage import check_allowed_in_time
 from pannier.v1 import sidecar_pb2
 from pannier.wire import auth_token
 from pannier.wire.auth_token import file_stamp

@@ -12,8 +12,7 @@ from pannier.sidecar.replicas.held_replicas import HeldReplicas
 from pannier.sidecar.replicas.replica_sender import ReplicaSender
 from pannier.sidecar.restore.peers import Peers
 from pannier.sidecar.save_registry import SaveRegistry
-from pannier.storage import check_shared
-from pannier.storage.url import check_allowed_in_time
+from pannier.storage import check_allowed_in_time, check_shared
 from pannier.v1 import coordinator_pb2, restore_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
 from pannier.wire.errors import ConfigurationError

@@ -9,11 +9,15 @@ from collections.abc import Callable, Sequence
 
 from pannier.common import timeouts
 from pannier.sidecar.restore.block_fetcher import SourceRequest
-from pannier.storage import Store, check_shared, import_store, is_imported
+from pannier.storage import (
+    Store,
+    check_allowed_in_time,
+    check_shared,
+    import_store,
+    is_imported,
+)
 from pannier.storage.base import limited
 from pannier.storage.io_threads import setup_threads
-from pannier.storage.local.store import LocalStore
-from pannier.storage.url import check_allowed_in_time
 from pannier.wire import object_names
 from pannier.wire.errors import PannierError
 
@@ -22,7 +26,7 @@ class StoredBlocks:
     """The stores of the checkpoints that are loaded.
 
     Args:
-        open_store: makes the store of a checkpoint id.
+        open_store: makes the store of a checkpoint id, which reads only below ``allow``.
         allow: roots that checkpoints must lie below; empty: anywhere.
     """
 
@@ -67,9 +71,6 @@ class StoredBlocks:
         store = self._stores.get(checkpoint_id)
         if store is None:
             store = self._stores[checkpoint_id] = self._open_store(checkpoint_id)
-            if isinstance(store, LocalStore):
-                # A symbolic link may lead outside of the allowed roots.
-                store.allow = self._allow
             self._connecting[checkpoint_id] = set()
         self._used_at[checkpoint_id] = end = time.monotonic() + timeouts.BLOCK_S
         connecting = self._connecting.get(checkpoint_id)

@@ -62,10 +62,16 @@ class LocalStore(Store):
 
     upload_memory = BUFFER
     host_local = True
-    allow: Sequence[str] = ()
-    """Roots that files must lie below to be read, wherever symbolic links lead; empty: anywhere."""
 
-    def __init__(self, location: Location, threads: UploadThreads, *, deadline_s: float) -> None:
+    def __init__(
+        self,
+        location: Location,
+        threads: UploadThreads,
+        *,
+        deadline_s: float,
+        allow: Sequence[str] = (),
+    ) -> None:
+        self._allow = allow
         self._root = Path(location.path)
         self.url = str(self._root)
         self._deadline_s = deadline_s
@@ -197,7 +203,7 @@ class LocalStore(Store):
         """See :meth:`Store.read`."""
         path = self._path(key)
         with _os_errors(path):
-            return await self._call(_read, path, offset, length, self.allow)
+            return await self._call(_read, path, offset, length, self._allow)
 
     @in_time
     async def stat(self, key: str) -> ObjectInfo | None:
