@@ -15,7 +15,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -326,50 +326,36 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in pieces]
 
 
-def describe_absence(directory: StorageDir, name: str = object_names.METADATA) -> str:
+def absence_error(directory: StorageDir, name: str = object_names.METADATA) -> MissingError:
     """Why ``directory`` is no checkpoint, with its attempts in progress and aborted ones."""
     begin = f"{directory.url} is no checkpoint: "
     try:
         entries = {entry.name for entry in directory.list()}
     except MissingError:
-        return begin + (_describe_retired(directory) or "it doesn't exist")
+        return MissingError(begin + (_describe_retired(directory) or "it doesn't exist"))
     except StorageError as error:
-        return f"{begin}it has no {name}, and what is there can't be listed: {error}"
+        return MissingError(f"{begin}it has no {name}, and what is there can't be listed: {error}")
     if not entries:
-        return begin + (_describe_retired(directory) or "the directory is empty or doesn't exist")
+        why = _describe_retired(directory) or "the directory is empty or doesn't exist"
+        return MissingError(begin + why)
     begin += f"it has no {name}"
-    if name == object_names.METADATA and _is_per_rank(entries):
-        return (
+    if name == object_names.METADATA and any(map(_RANK_METADATA.fullmatch, entries)):
+        return PerRankError(
             f"{begin}; it was saved with use_collectives=False, as a checkpoint per rank: load it "
             "with dcp.load(storage_reader=StorageReader(...)) and as many ranks"
         )
     if _RECORDS not in entries:
         if safetensors := describe_safetensors(entries):
-            return f"{directory.url} has no {name}: {safetensors}"
-        return (
+            return MissingError(f"{directory.url} has no {name}: {safetensors}")
+        return MissingError(
             f"{begin} and no records of a save by Pannier, only {shorten(sorted(entries), _SHOWN)}"
         )
     try:
         newest_first = attempts_at(directory)[:_SHOWN]
         attempts = [_describe_attempt(directory, attempt.name) for attempt in newest_first]
     except StorageError as error:
-        return f"{begin}, and the records of its attempts can't be read: {error}"
-    return f"{begin}; attempts at it: {'; '.join(attempts) or 'none'}"
-
-
-def is_per_rank(directory: StorageDir) -> bool:
-    """Whether the directory has a checkpoint per rank, as torch saves with ``use_collectives=False``.
-
-    False if it can't be listed.
-    """
-    try:
-        return _is_per_rank({entry.name for entry in directory.list()})
-    except StorageError:
-        return False
-
-
-def _is_per_rank(entries: Collection[str]) -> bool:
-    return object_names.METADATA not in entries and any(map(_RANK_METADATA.fullmatch, entries))
+        return MissingError(f"{begin}, and the records of its attempts can't be read: {error}")
+    return MissingError(f"{begin}; attempts at it: {'; '.join(attempts) or 'none'}")
 
 
 def check_not_removed(directory: StorageDir, attempt: str) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from pannier.client import torch_compat
 from pannier.client.config import check_timeout
-from pannier.client.loading import catalog, filesystem, highest_incarnation
+from pannier.client.loading import filesystem, highest_incarnation
 from pannier.client.loading.catalog import PerRankError
 from pannier.client.loading.checksum_verifier import Receipts, Wanted
 from pannier.client.loading.filesystem import MissingError, StorageDir
@@ -236,9 +236,9 @@ def _share_metadata(
         try:
             with wait_log.logged(f"load of {reader.checkpoint_id}", lambda: "its .metadata"):
                 return reader.resolve()
+        except PerRankError:
+            raise
         except MissingError as error:
-            if catalog.is_per_rank(reader.directory):
-                raise PerRankError(str(error)) from error
             began = time.monotonic()
             # ``finish_ingested`` has its own deadline.
             with ranks.showing_progress(METADATA, lambda: f"{time.monotonic() - began:.0f} s"):

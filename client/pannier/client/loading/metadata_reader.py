@@ -60,7 +60,7 @@ def fetch_metadata(directory: StorageDir, name: str = object_names.METADATA) -> 
     try:
         return directory.read(name)
     except MissingError as error:
-        raise MissingError(catalog.describe_absence(directory, name)) from error
+        raise catalog.absence_error(directory, name) from error
 
 
 def read_leased(

@@ -52,7 +52,7 @@ def read_extra_file(
         try:
             commit = catalog.find_commit(directory)
         except MissingError:
-            raise StorageError(catalog.describe_absence(directory)) from None
+            raise StorageError(str(catalog.absence_error(directory))) from None
         try:
             if commit is None:
                 # Another writer's: there are no records, only the file itself.
