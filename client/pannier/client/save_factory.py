@@ -278,7 +278,7 @@ class SaveFactory:
                     self._old_memberships.append(old)
                 member = self._memberships[alone] = Membership(World(alone=alone), self.settings)
         if old not in (None, member):
-            self._disconnect_old()
+            self._disconnect(self._old_memberships, announce=True)
         return member
 
     def close(self, timeout: float | None) -> None:
@@ -310,7 +310,7 @@ class SaveFactory:
         self.is_closed = True
         # Errors of saves that fail from now on are printed at the exit.
         exit_hooks.keep(self)
-        self._disconnect(announce=True)
+        self._disconnect(self._members(), announce=True)
         try:
             self.saves.errors.raise_all()
         finally:
@@ -339,7 +339,7 @@ class SaveFactory:
         if not unsent and self._must_wait():
             self._wait_at_exit()
         self.saves.abandon()
-        self._disconnect()
+        self._disconnect(self._members())
         try:
             self.saves.errors.raise_all()
         except PannierError as error:
@@ -352,9 +352,9 @@ class SaveFactory:
         return f"the sidecar at {self.settings.sidecar}"
 
     def _disconnect_if_done(self) -> None:
-        self._disconnect_old()
-        if self._refuses_saves and not self.saves:
-            self._disconnect(announce=True)
+        is_done = self._refuses_saves and not self.saves
+        self._disconnect(self._members() if is_done else self._old_memberships, announce=True)
+        if is_done:
             self._let_go_if_done()
 
     def _let_go_if_done(self) -> None:
@@ -382,22 +382,15 @@ class SaveFactory:
         except (KeyboardInterrupt, SystemExit):
             self.saves.abandon("not committed, and the embedded daemons end with it")
 
-    @shielded
-    def _disconnect_old(self) -> None:
-        for member in list(self._old_memberships):
-            member.close(self._is_unused, announce=True)
-
-    def _is_unused(self, sidecar: SidecarClient) -> bool:
-        return not self.saves.need(sidecar)
-
     def _members(self) -> list[Membership]:
         with self._lock:
             return [*self._old_memberships, *self._memberships.values()]
 
     @shielded
-    def _disconnect(self, *, announce: bool = False) -> None:
-        for member in self._members():
-            member.close(self._is_unused, announce=announce)
+    def _disconnect(self, members: list[Membership], *, announce: bool = False) -> None:
+        # A copy: another thread may add to it.
+        for member in list(members):
+            member.close(lambda sidecar: not self.saves.need(sidecar), announce=announce)
 
 
 def _request_plan(
