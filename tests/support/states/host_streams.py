@@ -15,6 +15,17 @@ from pannier.client.staging.device_stream import DeviceEvent, SideStream
 from pannier.client.staging.pinned_memory import PinnedBufferPool
 
 
+class CurrentDevice(threading.local):
+    """Whether this thread has made the caller's device its own; stands for ``on_current_device``."""
+
+    is_set = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.is_set = True
+        yield
+
+
 class FakeEvent:
     def __init__(self, stream: "FakeStream", position: int) -> None:
         self._lane = stream

@@ -8,7 +8,6 @@ import gc
 import io
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.stager import Staged, stage
 from pannier.wire.errors import InvalidRequestError
 from support.actors.staged import final_plan, plan, write_checkpoint
-from support.states.host_streams import FakeStream, fake_backend, host_as_device
+from support.states.host_streams import CurrentDevice, FakeStream, fake_backend, host_as_device
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:ComplexHalf"
@@ -410,20 +409,14 @@ def test_the_ring_stays_as_small_as_it_is(stream: FakeStream, pool: ArenaPool) -
 def test_copies_that_another_thread_queues_are_queued_on_the_callers_current_device(
     stream: FakeStream, pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = threading.local()
-
-    @contextmanager
-    def current() -> Iterator[None]:
-        device.is_current = True
-        yield
-
+    device = CurrentDevice()
     queued_on = []
 
     def copy(*arguments: Any) -> None:
-        queued_on.append(getattr(device, "is_current", False))
+        queued_on.append(device.is_set)
         FakeStream.copy(stream, *arguments)
 
-    monkeypatch.setattr(torch_compat, "on_current_device", lambda: current)
+    monkeypatch.setattr(torch_compat, "on_current_device", lambda: device)
     monkeypatch.setattr(stream, "copy", copy)
     found = fake_backend(stream, refusal="it is on a disk", buffers=2)
     state = {f"w{i}": torch.randn(300_000) for i in range(10)}

@@ -3,7 +3,6 @@
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import c_char
 
 import pytest
@@ -14,6 +13,7 @@ from pannier.client.staging.arena import MemoryMapping
 from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.staging.pinned_memory import PinnedBufferPool, pin
 from support.processes.stretch import BOUND_S
+from support.states.host_streams import CurrentDevice
 
 
 class Runtime:
@@ -74,20 +74,14 @@ def test_a_mapping_is_registered_once_and_until_it_is_unmapped(runtime: Runtime)
 def test_a_mapping_is_let_go_on_the_device_of_the_thread_that_registered_it(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = threading.local()
-
-    @contextmanager
-    def current() -> Iterator[None]:
-        device.is_current = True
-        yield
-
+    device = CurrentDevice()
     let_go_on: list[bool] = []
 
     def unregister(address: int) -> int:
-        let_go_on.append(getattr(device, "is_current", False))
+        let_go_on.append(device.is_set)
         return 0
 
-    monkeypatch.setattr(pinned_memory, "on_current_device", lambda: current)
+    monkeypatch.setattr(pinned_memory, "on_current_device", lambda: device)
     monkeypatch.setattr(runtime, "cudaHostUnregister", unregister)
     found = mapping(pool := ArenaPool(1))
     assert pin(found, "cuda") == ""
