@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 """Changes whenever an older peer could misunderstand a message."""
 
 
