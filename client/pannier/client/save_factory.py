@@ -99,9 +99,14 @@ class SaveFactory:
         exception from ``body`` ends the save on all ranks.
         """
         check_may_wait("a save")
-        member = self.membership(no_dist)
+        member = self._running_job() if no_dist else None
+        if member is not None:
+            # By itself, it would be an incarnation of its own, which isn't ordered among the job's saves.
+            group = member.world.lone_group()
+        else:
+            member = self.membership(no_dist)
+            group = member.world.group(process_group)
         member.check_process()
-        group = member.world.group(process_group)
         while True:
             call = SaveCall(member, group, checkpoint_id)
             try:
@@ -264,6 +269,13 @@ class SaveFactory:
                 pool.release,
                 self.slots.idle,
             )
+
+    def _running_job(self) -> Membership | None:
+        """The membership of all ranks' world, if it is connected; else a lone save would wait for other ranks."""
+        with self._lock:
+            member = self._memberships.get(False)
+        is_running = member is not None and member.is_connected and member.world.is_current()
+        return member if is_running else None
 
     def membership(self, no_dist: bool) -> Membership:
         """The membership of this process alone, or that of all ranks' world."""

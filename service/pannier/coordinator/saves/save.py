@@ -257,6 +257,8 @@ class Save:
                 weren't compared.
         """
         external = manifest.header.external
+        # Another coordinator may have begun the attempt.
+        self.records.attempt = object_names.Attempt.of(manifest.header)
         self.records.checked_plan_ids = frozenset({manifest.plan_id})
         if equal_plan_ids is not None:
             self.confirm_plans(frozenset(self.plans.claimed_ids), equal_plan_ids)
