@@ -100,6 +100,9 @@ ROWS = {
         "faults/test_unreachable_storage.py::test_a_first_save_says_soon_that_storage_can_not_be_reached",
         "faults/test_unreachable_storage.py::test_a_save_by_a_known_plan_names_what_storage_said",
     ],
+    "a save failed, and its error was not retrieved": [
+        "faults/test_earlier_errors.py::test_a_failed_saves_error_is_raised_by_a_later_call_that_saves_on_all_ranks_nevertheless",
+    ],
     "a mount hangs": [
         "unit/storage/test_hung_storage.py::test_calls_that_hang_are_abandoned_by_name_and_others_go_on",
         "unit/storage/test_hung_storage.py::test_a_process_ends_though_calls_hang",

@@ -463,6 +463,14 @@ def raise_unretrieved() -> None:
         factory.saves.errors.raise_all()
 
 
+def wait_default() -> None:
+    """Waits until the default factory's saves have ended; raises its unretrieved errors. Makes no factory."""
+    factory = _default
+    if factory is not None and factory.is_own_process:
+        factory.saves.wait(None)
+    raise_unretrieved()
+
+
 def configure(**settings: Any) -> None:
     """Overrides settings of the environment for the default client; to be called before its first use.
 

@@ -27,7 +27,7 @@ from pannier.client import torch_compat
 from pannier.client.handle import SaveHandle
 from pannier.client.loading.catalog import PerRankError
 from pannier.client.loading.metadata_reader import ExtensionsError
-from pannier.client.save_factory import raise_unretrieved
+from pannier.client.save_factory import wait_default
 from pannier.common.locations import absolute
 from pannier.wire.errors import InvalidRequestError
 from pannier.wire.failures import shorten
@@ -134,9 +134,8 @@ class DcpPatch(AbstractContextManager["DcpPatch"]):
         Raises PannierError: one failed and its error was not retrieved.
         """
         _restore()
-        for handle in _underway():
-            handle.wait()
-        raise_unretrieved()
+        # Not only those that are tracked: a call that raised an earlier save's error gave no handle.
+        wait_default()
 
 
 def patch_dcp() -> DcpPatch:
@@ -196,12 +195,10 @@ def _restore() -> None:
                 setattr(module, name, original)
 
 
-def _underway(checkpoint_id: str | None = None) -> list[SaveHandle]:
-    """Saves that have not ended; to ``checkpoint_id``, if it is given."""
+def _underway(checkpoint_id: str) -> list[SaveHandle]:
+    """Saves to ``checkpoint_id`` that have not ended."""
     with _lock:
-        return [
-            handle for handle in _pending if checkpoint_id in (None, handle.status().checkpoint_id)
-        ]
+        return [handle for handle in _pending if handle.status().checkpoint_id == checkpoint_id]
 
 
 def _takes_second(name: str) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
