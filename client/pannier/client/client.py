@@ -9,6 +9,7 @@ import builtins
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -37,10 +38,16 @@ from pannier.client.resume.latest import find_latest
 from pannier.client.save_call import SaveCall
 from pannier.client.save_factory import SaveFactory
 from pannier.client.staging.optimizer_guard import Guard, Guards
+from pannier.client.transport.save_errors import has_plan_changed
 from pannier.common import save_interval
 from pannier.common.deadline import Deadline
 from pannier.common.save_interval import Advice
-from pannier.wire.errors import InvalidRequestError, PannierError, SaveSkippedError
+from pannier.wire.errors import (
+    InvalidRequestError,
+    PannierError,
+    SaveAbortedError,
+    SaveSkippedError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -214,14 +221,34 @@ class Client:
     def save(
         self, state_dict: Mapping[str, Any], storage_writer: Any = None, **arguments: Any
     ) -> SaveResult:
-        """:meth:`async_save`, waiting until the checkpoint is committed."""
+        """:meth:`async_save`, waiting until the checkpoint is committed.
+
+        If the plans of other ranks have changed so that what this call staged by the last plan makes no
+        checkpoint with them, the save is planned again, on all ranks.
+        """
+        began = time.monotonic()
         with self._raising_earlier():
-            handle = self.async_save(state_dict, storage_writer, **arguments)
-            with wait_log.logged(
-                f"save to {handle.status().checkpoint_id}", lambda: handle.status().waiting_on
-            ):
-                result = handle.result()
+            try:
+                result = self._save_once(state_dict, storage_writer, arguments)
+            except SaveAbortedError as error:
+                if not has_plan_changed(error):
+                    raise
+                if arguments.get("timeout") is not None:
+                    arguments["timeout"] -= time.monotonic() - began
+                    if arguments["timeout"] <= 0:
+                        raise
+                _log.warning("%s; all ranks plan it again now", error)
+                result = self._save_once(state_dict, storage_writer, arguments)
         return result
+
+    def _save_once(
+        self, state_dict: Mapping[str, Any], storage_writer: Any, arguments: Mapping[str, Any]
+    ) -> SaveResult:
+        handle = self.async_save(state_dict, storage_writer, **arguments)
+        with wait_log.logged(
+            f"save to {handle.status().checkpoint_id}", lambda: handle.status().waiting_on
+        ):
+            return handle.result()
 
     @at_call
     def prepare(
