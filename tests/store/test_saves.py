@@ -17,7 +17,7 @@ from pannier.client.config import load_settings
 from pannier.storage import StorageError, open_store
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons
-from support.processes.ranks import Ranks, run_ranks, start_ranks
+from support.processes.ranks import run_ranks, start_ranks
 from support.processes.stretch import BOUND_S
 from support.states.dcp_readers import plain_load
 from support.storage import given_store
@@ -129,7 +129,7 @@ def save_and_load() -> None:
 def test_what_ranks_save_in_many_parts_is_read_by_plain_dcp_and_by_the_client(
     daemons: Daemons, place: str
 ) -> None:
-    target = f"{place}/step-1"
+    target = f"{place}/parts/step-1"
     run_ranks(save_and_load, 2, environment(daemons, target), timeout=300, torchrun=False)
     check(target, 2)
 
@@ -165,21 +165,24 @@ def save_three_steps() -> None:
 def test_saves_whose_daemons_are_killed_are_committed_and_leave_no_upload(
     daemons: Daemons, place: str
 ) -> None:
-    target = f"{place}/killed"
+    target = f"{place}/killed/step"
 
-    def kill(ranks: Ranks, step: int) -> None:
-        for rank in (0, 1):
-            ranks.wait_for(f"ingested {step}", rank=rank, timeout=120)
-        for daemon in [daemons.sidecar, daemons.coordinator][:: 1 if step % 2 else -1][:step]:
-            daemon.kill()
-            daemon.start()
-
+    killed = {
+        1: [daemons.sidecar],
+        2: [daemons.coordinator],
+        3: [daemons.coordinator, daemons.sidecar],
+    }
     env = environment(daemons, target)
     with start_ranks(save_three_steps, 2, env, torchrun=False) as ranks:
-        for step in (1, 2, 3):
-            kill(ranks, step)
+        for step, victims in killed.items():
+            for rank in (0, 1):
+                ranks.wait_for(f"ingested {step}", rank=rank, timeout=120)
+            for daemon in victims:
+                daemon.kill()
+            for daemon in victims:
+                daemon.start()
         ranks.wait(300).check()
-    for step in (1, 2, 3):
+    for step in killed:
         check(f"{target}-{step}", step)
     left = pannier("gc", target.rpartition("/")[0], "--abandoned-after", "0", "--json")
     assert left.code == 0, left
@@ -192,7 +195,7 @@ def test_the_last_of_many_overwrites_stays_alone(
 ) -> None:
     for name, value in daemons.env().items():
         monkeypatch.setenv(name, value)
-    target = f"{place}/again"
+    target = f"{place}/overwritten/step-1"
     with client.Client(load_settings()) as saver:
         for version in range(OVERWRITES):
             state = {"w": torch.full((1000,), float(version)), "step": version}
