@@ -279,10 +279,9 @@ class Uploader:
         committed = outcome is not None and outcome.state == save_pb2.SAVE_STATE_COMMITTED
         if not committed or rank.receipt is None:
             return False
-        receipt = rank.complete_receipt()
         files = [
-            LocalFile(each, spool_file, rank.files[each.name].stamp)
-            for each in receipt.files
+            LocalFile(each.name, each.size, spool_file, rank.files[each.name].stamp)
+            for each in rank.receipt.files
             if (spool_file := released.get(each.name)) is not None
         ]
         if not files:
