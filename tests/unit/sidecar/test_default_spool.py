@@ -84,6 +84,17 @@ def test_another_users_directory_is_passed_by(start: Start, memory: Path) -> Non
     assert start("a").directory == memory / f"{NAME}-2"
 
 
+def test_a_start_of_a_job_on_several_hosts_has_its_own(
+    start: Start, memory: Path, tmp_path: Path
+) -> None:
+    start("a")
+    directory = tmp_path / "job-1-2-3"
+    directory.mkdir()
+    spool = default_spool.open_default(directory, None)
+    assert spool.directory == memory / f"{NAME}-job-1-2-3"
+    spool.close(None)
+
+
 @pytest.mark.parametrize(
     ("free", "memory_size", "roomy"),
     [

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+import filelock
 from click.core import ParameterSource
 
 from pannier.cli.errors import NEGATIVE, complain
@@ -220,11 +221,16 @@ def _discard(directory: Path, spool: Path | None) -> None:
     from pannier.wire import addresses
 
     spool = spool or daemon_record.recorded_spool(directory)
-    if spool is not None and not leftovers.discard(spool):
-        return
-    for path in directory.iterdir():
-        if path.name != addresses.LOG and path.is_file():
-            path.unlink(missing_ok=True)
+    lock = filelock.FileLock(directory / daemon_record.START_LOCK, mode=0o600)
+    try:
+        with lock.acquire(timeout=0):
+            if spool is not None and not leftovers.discard(spool):
+                return
+            for path in directory.iterdir():
+                if path.name != addresses.LOG and path.is_file():
+                    path.unlink(missing_ok=True)
+    except filelock.Timeout:
+        logging.getLogger(__name__).info("they are being started again: their files stay")
 
 
 def _run(*words: str) -> NoReturn:

@@ -13,6 +13,7 @@ from typing import Final
 
 from pannier.common import daemon_record
 from pannier.sidecar.spool.spool import Spool, SpoolInUseError
+from pannier.wire import addresses
 from pannier.wire.version import WIRE_VERSION
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,12 @@ def _candidates(directory: Path) -> Iterator[Path]:
     if recorded is not None and recorded.is_dir():
         yield recorded
     roomy = _has_room()
+    if addresses.is_job_dir(directory):
+        # Left ones are found by their directory's record, also by other jobs' starts.
+        if roomy:
+            yield _MEMORY / f"{default_name()}-{directory.name}"
+        yield directory / "spool"
+        return
     for number in range(1, _MOST + 1):
         path = _MEMORY / f"{default_name()}{'' if number == 1 else f'-{number}'}"
         # One that a killed sidecar left is taken over also if it is what fills the memory.
