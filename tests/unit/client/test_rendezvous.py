@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher, network, rendezvous
-from pannier.client.embedded.certificates import TlsBundle
+from pannier.client.embedded.certificates import TlsBundle, issue
 from pannier.client.embedded.daemon_spec import job_daemons, write_record, write_tls_files
 from pannier.client.embedded.pg_store import RankStore
 from pannier.client.embedded.rendezvous import HostInfo, Rendezvous, agree
@@ -269,7 +269,7 @@ def test_daemons_of_an_earlier_start_are_used_again(
     directory.mkdir()
     pair = job_daemons(settings, directory, listen=address)
     standing = Rendezvous("w", "job j", address, HostInfo(3, "node-a", "a", None), TLS)
-    server = TlsBundle(cert="server's", key="its key", ca="ca")
+    server, _ = issue("127.0.0.1")
     write_tls_files(directory, server)
     write_record(pair)
     (directory / "rendezvous.json").write_text(rendezvous._encode(standing))
@@ -284,7 +284,7 @@ def test_daemons_of_an_earlier_start_are_used_again(
     again = found()
     assert again is not None
     assert (again[0].start_id, again[0].coordinator, again[0].leader) == ("w", address, own)
-    assert (again[0].tls.key, again[1].key) == ("key", "its key")
+    assert (again[0].tls.key, again[1]) == ("key", server)
     assert found(Settings(runtime_dir=sockets, listen=address)) is not None
     assert found(Settings(runtime_dir=sockets, listen="127.0.0.1:1")) is None
     assert found(job="job k") is None
