@@ -34,9 +34,11 @@ from pannier.client.staging.in_flight import InFlightSaves
 from pannier.client.staging.stager import add_extra_files
 from pannier.client.transport.channel import keep_in_children
 from pannier.client.transport.membership import Membership
+from pannier.client.transport.save_errors import needs_new_plan
 from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.saves_in_progress import SavesInProgress, check_may_wait
 from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.common.save_interval import SaveCost
 from pannier.v1 import plan_pb2, sidecar_pb2
@@ -203,19 +205,29 @@ class SaveFactory:
             handle = task.handle
             wait.reason = lambda: handle.status().waiting_on or _plan()
             spec = planned or stage_plan.save_spec(context, state_dict, planner)
-            scope = spec.scope
 
             def request_plan(run: PlannerRun) -> plan_pb2.FinalPlan:
                 if deadline.passed:
                     raise DeadlineError(f"save {task.status.text} was not planned in time")
                 call.mark_planned()
                 wait_s = min(self.settings.plan_timeout, deadline.remaining())
-                return _request_plan(sidecar, context, run, wait_s, deadline.remaining())
+                return _request_plan(
+                    sidecar,
+                    context,
+                    run,
+                    wait_s,
+                    deadline.remaining(),
+                    storage_wait_s=timeouts.SKIP_STORAGE_S if on_busy == "skip" else 0.0,
+                )
 
             plan = stage_plan.resolve_plan(self._plans, spec, request_plan)
-            task.planned(
-                plan.attempt, plan.plan_id, plan.unconfirmed, lambda: self._plans.drop(scope)
-            )
+
+            def drop_part(error: BaseException) -> None:
+                if needs_new_plan(error):
+                    self._plans.drop(spec.scope, plan.part)
+
+            unconfirmed = None if plan.is_confirmed else plan.part
+            task.planned(plan.attempt, plan.plan_id, unconfirmed, drop_part)
             arena = aside(lambda: slot.hold(sidecar.arena(self.slots.pool, plan.sizes)))
             wait.end()
             staged = plan.stage(arena, devices)
@@ -418,8 +430,13 @@ def _request_plan(
     save_timeout_s: float,
     *,
     prepare: bool = False,
+    storage_wait_s: float = 0.0,
 ) -> plan_pb2.FinalPlan:
-    """The final plan for a local plan, once every rank's has arrived."""
+    """The final plan for a local plan, once every rank's has arrived.
+
+    Args:
+        storage_wait_s: storage may delay it for so long after that; 0: without limit.
+    """
     request = sidecar_pb2.PlanRequest(
         context=context,
         plan=run.message,
@@ -427,6 +444,7 @@ def _request_plan(
         timeout_s=wait_s,
         save_timeout_s=save_timeout_s,
         prepare=prepare,
+        storage_wait_s=storage_wait_s,
     )
     return sidecar.plan(request, wait_s).plan
 
@@ -461,6 +479,14 @@ def raise_unretrieved() -> None:
     factory = _default
     if factory is not None and factory.is_own_process:
         factory.saves.errors.raise_all()
+
+
+def wait_default() -> None:
+    """Waits until the default factory's saves have ended; raises its unretrieved errors. Makes no factory."""
+    factory = _default
+    if factory is not None and factory.is_own_process:
+        factory.saves.wait(None)
+    raise_unretrieved()
 
 
 def configure(**settings: Any) -> None:

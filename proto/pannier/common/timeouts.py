@@ -239,6 +239,10 @@ PROGRESS_S: Final = 0.2 * SCALE
 
 # The coordinator's saves
 
+SKIP_STORAGE_S: Final = 2.0 * SCALE
+"""How long storage may delay the plan of a save with ``on_busy="skip"``, once all ranks have called."""
+STORAGE_WAIT_CHECK_S: Final = 0.2 * SCALE
+"""Between two looks whether the plan of a save that storage may not delay waits for storage."""
 DEFAULT_SAVE_S: Final = 3600.0 * SCALE
 """For a save of which no rank has reported a deadline."""
 RESUMED_SAVE_S: Final = 60.0 * SCALE
