@@ -49,4 +49,7 @@ def test_two_containers_that_share_memory_save_at_the_same_time(sockets: Path) -
     )
     assert finished.returncode == 0, finished.stdout
     assert f"one saved beside ['pannier-0-v{WIRE_VERSION}']" in finished.stdout
-    assert f"two saved beside ['pannier-0-v{WIRE_VERSION}', 'pannier-0-v{WIRE_VERSION}-2']" in finished.stdout
+    assert (
+        f"two saved beside ['pannier-0-v{WIRE_VERSION}', 'pannier-0-v{WIRE_VERSION}-2']"
+        in finished.stdout
+    )

@@ -109,6 +109,12 @@ class SidecarConfig(DaemonSettings):
                 raise ConfigurationError(f"{setting} {value} is not a positive number of seconds")
 
     @property
+    def jobs_spool(self) -> Path:
+        """The directory of the jobs' spools, with ``jobs``."""
+        assert self.spool is not None
+        return self.spool
+
+    @property
     def runtime_dir(self) -> Path:
         """The directory of the socket at ``address``."""
         return Path(self.address.removeprefix("unix://")).parent

@@ -145,7 +145,7 @@ def agree(
 
 
 def _new_problem(store: RankStore, incarnation: int, own: HostInfo) -> str | None:
-    """Why the leader has failed, if this rank has not raised that yet; the next call agrees anew."""
+    """Why the leader has failed, if this rank has not raised that yet; the next call tries again."""
     failures, raised = f"{incarnation}/failures", f"{incarnation}/raised/{own.rank}"
     count = store.count(failures)
     new = count - store.count(raised)
@@ -224,7 +224,7 @@ def _decide(
         rendezvous = None if towards == "here" else _start_coordinator(own, towards, settings)
     except Exception as error:
         # So that the other ranks fail at once, not at their deadline. Only a success is final: the next save
-        # agrees anew.
+        # tries again.
         failures = f"{incarnation}/failures"
         problem = json.dumps({"problem": f"rank {own.rank} ({own.host}): {error}"})
         store.claim(f"{failures}/{store.count(failures) + 1}", problem)

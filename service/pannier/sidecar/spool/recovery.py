@@ -67,10 +67,9 @@ async def recover(
     Returns:
         the ranks whose trainers must send the rest.
     """
-    everything = []
-    foreign = []
-    for state in journal.states():
-        (foreign if journal.other_storage(state) else everything).append(state)
+    found_states = journal.states()
+    foreign = [each for each in found_states if journal.other_storage(each)]
+    everything = [each for each in found_states if each not in foreign]
     committed = {save_text(each.begun.context.save) for each in everything if each.committed}
     copies = [each for each in everything if save_text(each.begun.context.save) in committed]
     others = [each for each in everything if each not in copies and each.is_replica]
