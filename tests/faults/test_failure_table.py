@@ -187,6 +187,14 @@ ROWS = {
         "faults/test_exits.py::test_where_daemons_survive_the_exit_says_which_process_uploads_the_last_save",
         "unit/common/test_lifetime.py::test_what_manages_a_cgroup_may_end_them",
     ],
+    "a sidecar starts on a spool with ranks that belong to another endpoint": [
+        "unit/sidecar/test_recovery.py::test_what_was_to_go_to_another_endpoint_is_left_to_a_sidecar_with_that_one",
+        "unit/sidecar/test_recovery.py::test_nothing_else_is_kept_for_another_endpoint",
+    ],
+    "containers share /dev/shm": [
+        "faults/test_containers.py::test_two_containers_that_share_memory_save_at_the_same_time",
+        "unit/sidecar/test_default_spool.py::test_what_a_killed_sidecar_left_is_found_without_its_runtime_directory",
+    ],
     "the decision can't be read or written": [
         "faults/test_failure_table.py::test_a_save_is_in_doubt_while_its_decision_can_not_be_written",
         "faults/test_slow_storage.py::test_a_commit_whose_answer_is_lost_and_can_not_be_read_is_in_doubt_and_then_true",
