@@ -110,7 +110,7 @@ def test_a_lease_that_is_taken_after_the_first_look_spares_the_checkpoint(root: 
     ids=["a number", "other shapes", "other reasons", "no time", "deep", "no text", "a directory"],
 )
 def test_a_record_of_another_shape_holds_up_no_removal(root: Path, content: bytes | None) -> None:
-    """Whoever may write below the root could end retention for ever."""
+    """Any process that may write below the root could end retention for ever."""
     record = root / object_names.retention_record()
     if content is None:
         record.mkdir(parents=True)

@@ -4,7 +4,7 @@ In: a path as a user wrote it, the roots that it must lie below, and names relat
 directories, for calls with ``dir_fd``. The path itself may lead through symbolic links (a home directory on
 another disk): they are resolved once, at the first access, and the result is compared with the roots. From
 then on every access opens the resolved path, and a symbolic link in any place of it is an error (ELOOP). So a
-link that is made later, by whoever may write there, leads nowhere. No descriptor stays open between accesses:
+link that another process makes later leads nowhere. No descriptor stays open between accesses:
 directories are removed and made again, and file systems are mounted. Blocking; any thread.
 """
 
