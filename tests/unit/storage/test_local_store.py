@@ -276,7 +276,7 @@ def test_a_path_through_a_file_is_not_found(tmp_path: Path) -> None:
 
     async def main() -> None:
         store = store_at(tmp_path / "file" / "below")
-        with pytest.raises(NotFoundError):
+        with pytest.raises(NotFoundError, match=f"{tmp_path}/file is not a directory"):
             await store.probe()
         assert await store.stat("a") is None
         assert await store.list() == []

@@ -77,6 +77,10 @@ class Directory:
             except FileNotFoundError:
                 path, last = posixpath.split(path)
                 missing.append(last)
+            except NotADirectoryError as error:
+                while not os.path.lexists(path):
+                    path = posixpath.dirname(path)
+                raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a directory") from error
         for last in reversed(missing):
             try:
                 with suppress(FileExistsError):
