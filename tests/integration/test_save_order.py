@@ -92,7 +92,7 @@ def test_saves_of_all_groups_and_of_lone_ranks_are_in_one_order_over_a_restart_o
         newest = json.loads((tmp_path / f"{rank}.json").read_text())
         assert newest == [str(root / name) for name in ORDER]
     listed = pannier("ls", str(root), "--json").json_lines()
-    assert [each["name"] for each in listed] == ORDER
+    assert [each["checkpoint"] for each in listed] == [str(root / name) for name in ORDER]
     state = {"w": torch.zeros(100)}
     dcp.load(state, checkpoint_id=root / "w-10", no_dist=True)
     assert bool((state["w"] == 2).all())

@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -37,7 +37,8 @@ from pannier.wire.errors import (
     StorageError,
 )
 from pannier.wire.failures import failures_text, shorten
-from pannier.wire.records import describe_safetensors, fits, parse_decision, parse_manifest
+from pannier.wire.records import describe_safetensors, fits, parse_decision
+from pannier.wire.retention_record import RetentionRecord
 
 _log = logging.getLogger(__name__)
 
@@ -154,22 +155,6 @@ def by_group(
         ]
         for _, groups in sorted(incarnations.items(), key=lambda each: each[0], reverse=True)
     ]
-
-
-def read_ordinal(directory: StorageDir, attempt: object_names.Attempt) -> int:
-    """The ordinal of an attempt, from its decision or manifest; 0 without either, or if that is damaged.
-
-    Raises StorageError.
-    """
-    for name, parse in (
-        (object_names.decision(attempt.name), parse_decision),
-        (object_names.manifest(attempt.name), parse_manifest),
-    ):
-        content = directory.find(name)
-        if content is not None:
-            with suppress(IntegrityError):
-                return parse(content, attempt.name, f"{directory.url}/{name}").ordinal
-    return 0
 
 
 def order_key(attempt: object_names.Attempt, begun: IncarnationStarts) -> tuple[Any, ...]:
@@ -437,17 +422,14 @@ def describe_removal(directory: StorageDir) -> str:
     """When retention removed the checkpoint of this directory; empty: it has no record of that."""
     root, _, record = _find_retention(directory)
     name = directory.url.removeprefix(root.url).lstrip("/")
-    removed = record.get("removed", [])
-    for each in reversed(removed if isinstance(removed, list) else []):
-        if isinstance(each, Mapping) and each.get("name") == name:
-            at = each.get("time")
-            when = time.gmtime(at if isinstance(at, int | float) else 0)
-            shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", when)
-            return f"retention (job {each.get('job')}) removed it at {shown}"
+    for each in reversed(record.removed):
+        if each.name == name:
+            shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(each.time))
+            return f"retention (job {each.job}) removed it at {shown}"
     return ""
 
 
-def _find_retention(directory: StorageDir) -> tuple[StorageDir, Pattern, dict[str, Any]]:
+def _find_retention(directory: StorageDir) -> tuple[StorageDir, Pattern, RetentionRecord]:
     """The root and the pattern by which retention finds this checkpoint, and its record there.
 
     The directory above, with an empty record, unless there is a record there or further above.
@@ -455,24 +437,24 @@ def _find_retention(directory: StorageDir) -> tuple[StorageDir, Pattern, dict[st
     root, name = directory.parent, directory.name
     for _ in range(_LEVELS):
         try:
-            record = _parse(root.find(object_names.retention_record()) or b"{}")
-            pattern = Pattern(record.get("pattern", CHILDREN.text))
+            record = RetentionRecord.parse(root.find(object_names.retention_record()) or b"")
+            pattern = Pattern(record.pattern)
         except (StorageError, InvalidRequestError) as error:
             _log.warning("can't read whether retention removed %s: %s", directory.url, error)
             break
-        if record and pattern.matches(name):
+        if record != RetentionRecord() and pattern.matches(name):
             return root, pattern, record
         if not root.parent.name:
             break
         root, name = root.parent, f"{root.name}/{name}"
-    return directory.parent, CHILDREN, {}
+    return directory.parent, CHILDREN, RetentionRecord()
 
 
 def _parse(content: bytes) -> dict[str, Any]:
     """A JSON object, for messages; empty when it can't be parsed."""
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

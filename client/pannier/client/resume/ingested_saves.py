@@ -34,9 +34,9 @@ from pannier.common.deadline import Deadline
 from pannier.common.locations import CHILDREN, Pattern
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import PannierError
+from pannier.wire.errors import IntegrityError, PannierError
 from pannier.wire.failures import failures_text, rank_list, shorten
-from pannier.wire.records import parse_decision
+from pannier.wire.records import parse_decision, parse_manifest
 
 _log = logging.getLogger(__name__)
 
@@ -375,11 +375,27 @@ def _newer(
                     and attempt.number <= floor.number
                 ):
                     break
-            each.ordinal = catalog.read_ordinal(each.directory, attempt)
+            each.ordinal = _read_ordinal(each.directory, attempt)
             if own is not None and each.ordinal and each.order(begun) <= own:
                 break
             newer.append(each)
     return newer
+
+
+def _read_ordinal(directory: StorageDir, attempt: object_names.Attempt) -> int:
+    """The ordinal of an attempt, from its decision or manifest; 0 without either, or if that is damaged.
+
+    Raises StorageError.
+    """
+    for name, parse in (
+        (object_names.decision(attempt.name), parse_decision),
+        (object_names.manifest(attempt.name), parse_manifest),
+    ):
+        content = directory.find(name)
+        if content is not None:
+            with suppress(IntegrityError):
+                return parse(content, attempt.name, f"{directory.url}/{name}").ordinal
+    return 0
 
 
 def _parsed(attempt: str) -> object_names.Attempt:
