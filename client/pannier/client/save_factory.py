@@ -18,11 +18,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from pannier.client import exit_hooks
 from pannier.client.config import Settings, load_settings
-from pannier.client.embedded import launcher
 from pannier.client.handle import SaveHandle
 from pannier.client.identity import World
 from pannier.client.interrupts import aside, clean_up_after, shielded
-from pannier.client.messages import save_line, wait_log
+from pannier.client.messages import console, save_line, wait_log
 from pannier.client.options import checkpoint_path, reported_path
 from pannier.client.planning import stage_plan
 from pannier.client.planning.local_plan import PlannerRun
@@ -348,7 +347,7 @@ class SaveFactory:
         self.saves.drop_interrupted()
         # Unless it was interrupted, the interpreter has waited until all are sent.
         unsent = self.saves.abandon("not handed over to the sidecar", unsent_only=True)
-        if not unsent and self._must_wait():
+        if not unsent and self._must_wait(exits=True):
             self._wait_at_exit()
         self.saves.abandon()
         self._disconnect(self._members())
@@ -373,8 +372,26 @@ class SaveFactory:
         if not (self.saves or self.saves.errors):
             exit_hooks.let_go(self)
 
-    def _must_wait(self) -> bool:
-        return self.settings.embedded and not launcher.outlives_trainer()
+    def _must_wait(self, *, exits: bool = False) -> bool:
+        """Whether the embedded daemons may end with this process, so that it waits for their commits.
+
+        Logs, once per host, what it waits for, or, where the process ``exits``, which process commits it.
+        """
+        if not self.settings.embedded:
+            return False
+        daemons = [found for member in self._members() if (found := member.daemons())]
+        ended_by = next((each.ended_by for each in daemons if each.ended_by is not None), None)
+        left = self.saves.uncommitted_size()
+        if left and os.environ.get("LOCAL_RANK", "0") == "0":
+            names = " and ".join(each.name for each in daemons)
+            if ended_by is not None:
+                console.info(
+                    "waiting until %s are committed: %s may end with this process, by %s",
+                    *(left, names, ended_by),
+                )
+            elif exits:
+                console.info("%s are uploaded by %s after this one ends", left, names)
+        return ended_by is not None
 
     @shielded
     def _wait_for_others(self, timeout: float | None, given: float | None = None) -> None:
@@ -392,7 +409,7 @@ class SaveFactory:
             if not self._refuses_saves:
                 self._wait_for_others(None)
         except (KeyboardInterrupt, SystemExit):
-            self.saves.abandon("not committed, and the embedded daemons end with it")
+            self.saves.abandon("not committed, and the embedded daemons may end with it")
 
     def _members(self) -> list[Membership]:
         with self._lock:
@@ -462,6 +479,14 @@ def raise_unretrieved() -> None:
     factory = _default
     if factory is not None and factory.is_own_process:
         factory.saves.errors.raise_all()
+
+
+def wait_default() -> None:
+    """Waits until the default factory's saves have ended; raises its unretrieved errors. Makes no factory."""
+    factory = _default
+    if factory is not None and factory.is_own_process:
+        factory.saves.wait(None)
+    raise_unretrieved()
 
 
 def configure(**settings: Any) -> None:

@@ -112,9 +112,12 @@ class SaveTasks:
         """Cancels all tasks: another coordinator can resume their saves from storage."""
         # The saves first: one that commits begins a sweep, a check of retention, or a task of its own.
         while self._tasks:
-            for task in self._tasks:
+            # Not left to the tasks' callbacks: since Python 3.12 a gather of tasks that have all ended returns
+            # without letting the loop run them (https://github.com/python/cpython/pull/104138).
+            tasks, self._tasks = self._tasks, set()
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         await self._services.sweeper.stop()
         await self._services.retention.stop()
 
