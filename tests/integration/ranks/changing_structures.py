@@ -4,6 +4,7 @@ Environment: ROOT (directory), SIZES (of the process groups, ``2,4``), STRUCTURE
 scenario). Prints a line per scenario.
 """
 
+import logging
 import operator
 import os
 import random
@@ -98,7 +99,27 @@ def run(size: int, kind: str, structures: int, *, pause: bool) -> None:
     dist.barrier()
 
 
+def drop_a_replicated_key(size: int) -> None:
+    """The rank that writes the key drops it, too: a blocking save is planned again, on all ranks."""
+    again: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = again.append  # type: ignore[method-assign]
+    logging.getLogger("pannier.client.client").addHandler(handler)
+    root = ROOT / f"{size}-ranks-drop-a-key"
+    kept: dict[str, Any] = {"w": torch.ones(4), "k": torch.arange(9)}
+    for step in range(2 * size):
+        # Each rank in turn drops it, and has it again.
+        dropped = step % 2 and step // 2 == RANK
+        state = {"w": kept["w"]} if dropped else kept
+        client.save(state, checkpoint_id=root / f"step-{step}", timeout=120)
+        if RANK == 0:
+            check(root / f"step-{step}", kept)
+    logging.getLogger("pannier.client.client").removeHandler(handler)
+    assert any("all ranks plan it again now" in each.getMessage() for each in again)
+
+
 for group in worlds(*SIZES):
+    drop_a_replicated_key(group)
     for what in ("tensors", "objects", "rows", "a key"):
         for number in STRUCTURES:
             for pauses in (False, True):
