@@ -178,7 +178,13 @@ class SaveTask:
     async def _limit_storage_wait(self) -> None:
         """Skips the save when a rank waits for its plan that storage delays, and skips saves for such waits."""
         save = self._save
-        await save.wait_until(lambda: save.plans.complete and save.deadlines.storage_wait_s > 0)
+        # Called after each of thousands of reports.
+        await save.wait_until(
+            lambda: (
+                save.state is not State.PLANNING
+                or (save.deadlines.storage_wait_s > 0 and save.plans.complete)
+            )
+        )
         await asyncio.sleep(save.deadlines.storage_wait_s)
         while save.state is State.PLANNING and not (save.resumed or save.external):
             if save.storage_wait:
