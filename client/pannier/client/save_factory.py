@@ -211,7 +211,14 @@ class SaveFactory:
                     raise DeadlineError(f"save {task.status.text} was not planned in time")
                 call.mark_planned()
                 wait_s = min(self.settings.plan_timeout, deadline.remaining())
-                return _request_plan(sidecar, context, run, wait_s, deadline.remaining())
+                return _request_plan(
+                    sidecar,
+                    context,
+                    run,
+                    wait_s,
+                    deadline.remaining(),
+                    check_tensors=self.settings.check_replicas,
+                )
 
             plan = stage_plan.resolve_plan(self._plans, spec, request_plan)
             task.planned(
@@ -258,7 +265,13 @@ class SaveFactory:
                 self._plans,
                 spec,
                 lambda run: _request_plan(
-                    sidecar, context, run, timeout_s, timeout_s, prepare=True
+                    sidecar,
+                    context,
+                    run,
+                    timeout_s,
+                    timeout_s,
+                    check_tensors=self.settings.check_replicas,
+                    prepare=True,
                 ),
                 functools.partial(sidecar.arena, pool),
                 pool.release,
@@ -400,9 +413,11 @@ def _request_plan(
     wait_s: float,
     save_timeout_s: float,
     *,
+    check_tensors: bool,
     prepare: bool = False,
 ) -> plan_pb2.FinalPlan:
     """The final plan for a local plan, once every rank's has arrived."""
+    together = len(context.ranks) > 1
     request = sidecar_pb2.PlanRequest(
         context=context,
         plan=run.message,
@@ -410,8 +425,12 @@ def _request_plan(
         timeout_s=wait_s,
         save_timeout_s=save_timeout_s,
         prepare=prepare,
+        value_hashes=run.value_hashes(tensors=check_tensors) if together else None,
     )
-    return sidecar.plan(request, wait_s).plan
+    response = sidecar.plan(request, wait_s)
+    if response.warning and context.rank == context.ranks[0]:
+        _log.warning("%s: %s", context.checkpoint_id, response.warning)
+    return response.plan
 
 
 # The process's default factory.
