@@ -4,12 +4,29 @@ import builtins
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from operator import itemgetter
+from typing import Final, NamedTuple
 
 from pannier.common.units import size_text
 
 OWN_SPOOL: Final = "own spool"
 BUCKET: Final = "bucket"
+
+
+class Keys(NamedTuple):
+    """Some keys of a state dict."""
+
+    count: int = 0
+    first: tuple[str, ...] = ()
+    """The first few, sorted."""
+
+    def __str__(self) -> str:
+        more = self.count - len(self.first)
+        shown = ", ".join(map(repr, self.first)) + (f" and {more} more" if more else "")
+        return f"{self.count} key{'s' if self.count != 1 else ''}" + (f": {shown}" if shown else "")
+
+
+NO_KEYS: Final = Keys()
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,10 @@ class LoadResult:
     """Which save to this id was read; "": Pannier didn't write it."""
     extra_files: Mapping[str, builtins.bytes] = field(default_factory=dict, repr=False)
     """Those that this rank has asked for, by name."""
+    unread: Keys = NO_KEYS
+    """Keys of the checkpoint that no rank's state has."""
+    cast: Keys = NO_KEYS
+    """Tensors that were read into a dtype that can't hold all values of the stored one."""
 
     @property
     def total_bytes(self) -> int:
@@ -72,6 +93,10 @@ class ReadCounts:
     """Of the whole load, on this rank."""
     host: str = ""
     """Name of the rank's host."""
+    unread: Keys = NO_KEYS
+    """See :class:`LoadResult`; from the first rank alone, which has the plans of all."""
+    cast: Keys = NO_KEYS
+    """Of this rank's state."""
 
 
 def combine(checkpoint_id: str, counts: Mapping[int, ReadCounts]) -> LoadResult:
@@ -84,6 +109,8 @@ def combine(checkpoint_id: str, counts: Mapping[int, ReadCounts]) -> LoadResult:
         seconds=counts[slowest].seconds,
         slowest_rank=slowest,
         slowest_host=counts[slowest].host if len(counts) > 1 else "",
+        unread=max((each.unread for each in counts.values()), key=itemgetter(0)),
+        cast=max((each.cast for each in counts.values()), key=itemgetter(0)),
     )
 
 
