@@ -36,7 +36,13 @@ from pannier.client.process_group import is_alone, process_rank
 from pannier.client.ranks.load_ranks import CALL, END, METADATA, READ, LoadRanks
 from pannier.client.restore import load_progress
 from pannier.client.restore.load_progress import LoadProgress
-from pannier.client.restore.load_result import Keys, LoadResult, ReadCounts, combine
+from pannier.client.restore.load_result import (
+    LoadResult,
+    ReadCounts,
+    combine,
+    from_json,
+    to_json,
+)
 from pannier.client.restore.sources import Sharing
 from pannier.client.xla import planners, runtime
 from pannier.common import timeouts
@@ -180,7 +186,7 @@ def load(
         load_line.log_loaded(
             result.checkpoint_id, result.total_bytes, result.seconds, result.files_text
         )
-        load_line.warn_of_keys(result.checkpoint_id, result.unread, result.cast)
+        state_keys.warn(result)
     _recent_s.append(result.seconds)
     return result
 
@@ -379,17 +385,13 @@ def _finish(
         found = progress.counts()
         found.seconds = time.monotonic() - began
         found.host = reader.host
-        return vars(found)
+        return to_json(found)
 
     def put_together(found: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-        by_rank = {rank: ReadCounts(**each) for rank, each in found.items()}
-        return vars(combine(reader.checkpoint_id, by_rank))
+        by_rank = {rank: ReadCounts(**from_json(each)) for rank, each in found.items()}
+        return to_json(combine(reader.checkpoint_id, by_rank))
 
-    found = ranks.together(END, counts, put_together)
-    for name in ("unread", "cast"):
-        count, first = found[name]
-        found[name] = Keys(count, tuple(first))
-    return LoadResult(**found)
+    return LoadResult(**from_json(ranks.together(END, counts, put_together)))
 
 
 def _wrap_for_xla(planner: LoadPlanner | None) -> LoadPlanner | None:

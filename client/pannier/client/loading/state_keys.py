@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from pannier.client import torch_compat
-from pannier.client.restore.load_result import Keys
+from pannier.client.restore.load_result import Keys, LoadResult
 from pannier.client.xla import planners
 
 _log = logging.getLogger(__name__)
@@ -90,6 +90,20 @@ def narrowed(planner: LoadPlanner, metadata: Metadata) -> Keys:
         and found.properties.dtype is not value.dtype
         and _narrows(found.properties.dtype, value.dtype)
     )
+
+
+def warn(result: LoadResult) -> None:
+    """Warns of keys that were not read, and of tensors that were narrowed."""
+    if result.unread.count:
+        _log.warning(
+            "%s: the load left %s, which no rank's state has", result.checkpoint_id, result.unread
+        )
+    if result.cast.count:
+        _log.warning(
+            "%s: values may have changed by the load into a narrower dtype than the stored one, of %s",
+            result.checkpoint_id,
+            result.cast,
+        )
 
 
 @functools.lru_cache

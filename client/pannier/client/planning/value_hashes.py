@@ -119,4 +119,4 @@ def _array_parts(array: "np.ndarray[Any, Any]") -> list[bytes]:
 
 
 def _checksum(raw: "np.ndarray[Any, Any]") -> bytes:
-    return struct.pack("<I", crc32c.crc32c(memoryview(raw)) if raw.size else 0)
+    return struct.pack("<I", crc32c.crc32c(raw.data) if raw.size else 0)

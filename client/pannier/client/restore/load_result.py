@@ -4,8 +4,8 @@ import builtins
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Final, NamedTuple
+from operator import attrgetter
+from typing import Any, Final
 
 from pannier.common.units import size_text
 
@@ -13,7 +13,8 @@ OWN_SPOOL: Final = "own spool"
 BUCKET: Final = "bucket"
 
 
-class Keys(NamedTuple):
+@dataclass(frozen=True)
+class Keys:
     """Some keys of a state dict."""
 
     count: int = 0
@@ -27,6 +28,7 @@ class Keys(NamedTuple):
 
 
 NO_KEYS: Final = Keys()
+_count: Final = attrgetter("count")
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,23 @@ def combine(checkpoint_id: str, counts: Mapping[int, ReadCounts]) -> LoadResult:
         seconds=counts[slowest].seconds,
         slowest_rank=slowest,
         slowest_host=counts[slowest].host if len(counts) > 1 else "",
-        unread=max((each.unread for each in counts.values()), key=itemgetter(0)),
-        cast=max((each.cast for each in counts.values()), key=itemgetter(0)),
+        unread=max((each.unread for each in counts.values()), key=_count),
+        cast=max((each.cast for each in counts.values()), key=_count),
     )
+
+
+def to_json(record: ReadCounts | LoadResult) -> dict[str, Any]:
+    """The fields of a record, for JSON."""
+    return {
+        name: [value.count, value.first] if isinstance(value, Keys) else value
+        for name, value in vars(record).items()
+    }
+
+
+def from_json(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that :func:`to_json` returned, as arguments of the record's class."""
+    keys = {name: Keys(fields[name][0], tuple(fields[name][1])) for name in ("unread", "cast")}
+    return {**fields, **keys}
 
 
 def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
