@@ -65,6 +65,9 @@ class Settings(BaseSettings):
     spaces between."""
     token_file: Path | None = None
     """File with the job's token, where a node serves several jobs. None: no token."""
+    check_replicas: bool = False
+    """Whether tensors that several ranks hold are compared when a save is planned, as objects
+    are: a warning names those whose values differ by rank."""
     max_in_flight: int = Field(default=2, ge=1, le=16)
     """Saves that may be staged but not yet ingested; each holds one arena."""
 

@@ -194,14 +194,17 @@ def request_final_plan(
     wait_s: float,
     save_timeout_s: float,
     *,
+    check_tensors: bool,
     prepare: bool = False,
     storage_wait_s: float = 0.0,
 ) -> plan_pb2.FinalPlan:
     """The final plan for a local plan, once every rank's has arrived.
 
     Args:
+        check_tensors: whether tensors that several ranks hold are compared.
         storage_wait_s: storage may delay it for so long after that; 0: without limit.
     """
+    together = len(context.ranks) > 1
     request = sidecar_pb2.PlanRequest(
         context=context,
         plan=run.message,
@@ -209,6 +212,10 @@ def request_final_plan(
         timeout_s=wait_s,
         save_timeout_s=save_timeout_s,
         prepare=prepare,
+        value_hashes=run.value_hashes(tensors=check_tensors) if together else None,
         storage_wait_s=storage_wait_s,
     )
-    return sidecar.plan(request, wait_s).plan
+    response = sidecar.plan(request, wait_s)
+    if response.warning and context.rank == context.ranks[0]:
+        _log.warning("%s: %s", context.checkpoint_id, response.warning)
+    return response.plan

@@ -222,6 +222,7 @@ class SaveFactory:
                     run,
                     wait_s,
                     deadline.remaining(),
+                    check_tensors=self.settings.check_replicas,
                     storage_wait_s=timeouts.SKIP_STORAGE_S if on_busy == "skip" else 0.0,
                 )
 
@@ -274,7 +275,13 @@ class SaveFactory:
                 self._plans,
                 spec,
                 lambda run: request_final_plan(
-                    sidecar, context, run, timeout_s, timeout_s, prepare=True
+                    sidecar,
+                    context,
+                    run,
+                    timeout_s,
+                    timeout_s,
+                    check_tensors=self.settings.check_replicas,
+                    prepare=True,
                 ),
                 functools.partial(sidecar.arena, pool),
                 pool.release,

@@ -104,7 +104,14 @@ class SaveContext(_message.Message):
     def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., checkpoint_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., seen_incarnation: _Optional[int] = ..., apart: bool = ..., launch: _Optional[str] = ...) -> None: ...
 
 class PlanRequest(_message.Message):
-    __slots__ = ("context", "plan", "digest", "timeout_s", "save_timeout_s", "wire_version", "prepare", "staged_positions", "storage_wait_s")
+    __slots__ = ("context", "plan", "digest", "timeout_s", "save_timeout_s", "wire_version", "prepare", "staged_positions", "storage_wait_s", "value_hashes")
+    class ValueHashesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +121,7 @@ class PlanRequest(_message.Message):
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     STAGED_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     STORAGE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    VALUE_HASHES_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     plan: _plan_pb2.LocalPlan
     digest: str
@@ -123,13 +131,16 @@ class PlanRequest(_message.Message):
     prepare: bool
     staged_positions: bytes
     storage_wait_s: float
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.LocalPlan, _Mapping]] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., wire_version: _Optional[int] = ..., prepare: bool = ..., staged_positions: _Optional[bytes] = ..., storage_wait_s: _Optional[float] = ...) -> None: ...
+    value_hashes: _containers.ScalarMap[str, int]
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.LocalPlan, _Mapping]] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., wire_version: _Optional[int] = ..., prepare: bool = ..., staged_positions: _Optional[bytes] = ..., storage_wait_s: _Optional[float] = ..., value_hashes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PlanResponse(_message.Message):
-    __slots__ = ("plan",)
+    __slots__ = ("plan", "warning")
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    WARNING_FIELD_NUMBER: _ClassVar[int]
     plan: _plan_pb2.FinalPlan
-    def __init__(self, plan: _Optional[_Union[_plan_pb2.FinalPlan, _Mapping]] = ...) -> None: ...
+    warning: str
+    def __init__(self, plan: _Optional[_Union[_plan_pb2.FinalPlan, _Mapping]] = ..., warning: _Optional[str] = ...) -> None: ...
 
 class CachedPlanClaim(_message.Message):
     __slots__ = ("digest", "attempt", "checkpoint_id", "timeout_s", "part")

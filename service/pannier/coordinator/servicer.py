@@ -4,10 +4,12 @@ In: requests. Out: responses, once their save has reached the state that they wa
 requests in :class:`Save` objects and waits for their tasks, which decide everything. Event loop only.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import grpc
 
@@ -16,6 +18,7 @@ from pannier.common.rank_phase import has_reached
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.custom_planners import Planners
 from pannier.coordinator.planning.plan_cache import AgreedPlan, PlanCache
+from pannier.coordinator.planning.replicas import ReplicaHashes
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.admission import admit, check_destination
 from pannier.coordinator.saves.registry import Registry
@@ -37,6 +40,8 @@ from pannier.wire.errors import (
     PannierError,
     SaveAbortedError,
 )
+
+_log = logging.getLogger(__name__)
 
 NAME: Final = "pannier.v1.Coordinator"
 
@@ -75,6 +80,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self._streams = streams
         self._callers: Counter[tuple[str, int]] = Counter()
         """Waiting Plan calls, by save and rank."""
+        self._replicas: WeakKeyDictionary[Save, ReplicaHashes] = WeakKeyDictionary()
 
     async def Plan(self, call: PlanCall, context: Any) -> sidecar_pb2.PlanResponse:
         """See the proto.
@@ -91,6 +97,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         await self._keep_in_step(request)
         save = self._enter(request.context)
         self._admit(save, request)
+        hashes = self._replicas.setdefault(save, ReplicaHashes())
+        hashes.add(rank, request.value_hashes)
         del request
         await self._wait_planned(save, rank)
         if save.failing:
@@ -98,7 +106,12 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         plan = self._agreed_plan(save)
         save.ranks[rank].advance(save_pb2.RANK_PHASE_PLANNED)
         assert save.attempt is not None
-        return sidecar_pb2.PlanResponse(plan=plan.final_plan(rank, save.attempt.name))
+        if (warning := hashes.warning()) and save.note != warning:
+            _log.warning("%s: %s", save.label, warning, extra=save.log_fields)
+            save.set_note(warning)
+        return sidecar_pb2.PlanResponse(
+            plan=plan.final_plan(rank, save.attempt.name), warning=warning
+        )
 
     async def Begin(
         self, request: sidecar_pb2.BeginRequest, context: Any

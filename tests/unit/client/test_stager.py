@@ -345,7 +345,6 @@ def test_a_transform_that_changes_the_dtype_is_stored_as_it_is(
     "changed",
     [
         lambda t: t.to(torch.bfloat16),
-        lambda t: t.reshape(2, 6),
         lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
         lambda t: TwoTensor(t, t),
     ],

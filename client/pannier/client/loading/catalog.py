@@ -273,6 +273,10 @@ def directories(root: StorageDir, pattern: Pattern = CHILDREN) -> list[StorageDi
     if found is None:
         root.check_bucket()
         return []
+    if not found and root.is_file():
+        raise InvalidRequestError(
+            f"{root.url} is a file: give the directory that holds the checkpoints"
+        )
     for segment in others:
         if has_wildcard(segment):
             listed = _each(functools.partial(_matching, segment=segment), found)
@@ -367,6 +371,11 @@ def absence_error(directory: StorageDir, name: str = object_names.METADATA) -> M
     except StorageError as error:
         return MissingError(f"{begin}it has no {name}, and what is there can't be listed: {error}")
     if not entries:
+        if directory.is_file():
+            return MissingError(
+                f"{begin}it is a file. Give the directory that was saved to; a file of torch.save is read by "
+                "torch.load"
+            )
         why = _describe_retired(directory) or "the directory is empty or doesn't exist"
         return MissingError(begin + why)
     begin += f"it has no {name}"

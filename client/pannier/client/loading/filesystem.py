@@ -147,6 +147,17 @@ class StorageDir:
         return sorted(entries.values(), key=lambda entry: entry.name)
 
     @shielded
+    def is_file(self) -> bool:
+        """Whether there is an object where the directory should be."""
+        try:
+            with self._naming(""):
+                info = self._fs.info(self._path)
+        except StorageError:
+            return False
+        # Some stores list a directory as an empty object.
+        return info["type"] == "file" and (self.is_local or bool(info["size"]))
+
+    @shielded
     def check_bucket(self) -> None:
         """Raises StorageError when the bucket doesn't exist, not only the directory."""
         if self.is_local:

@@ -30,6 +30,8 @@ from pannier.client.loading.filesystem import StorageDir
 from pannier.client.loading.range_reader import KeyIndex, Range, Read
 from pannier.client.loading.target_memory import TargetMemory, is_divisible, memory_of
 from pannier.client.restore.sources import Sources
+from pannier.client.staging import archives
+from pannier.client.user_errors import add_note
 from pannier.wire import records
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, StorageError
 
@@ -323,10 +325,19 @@ class ItemLoader:
         try:
             self._planner.load_bytes(item, io.BytesIO(content))
         except Exception as error:
-            # If the archive is intact, the planner failed for another reason than its bytes.
-            if isinstance(error, PannierError) or _is_intact(content):
+            if isinstance(error, PannierError):
                 raise
-            raise self._unreadable(source, item, error) from error
+            if not _is_intact(content):
+                raise self._unreadable(source, item, error) from error
+            # The planner failed for another reason than its bytes.
+            where = f"{self._name(item)} can't be loaded from {source.file}"
+            if type(self._planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+                add_note(error, where)
+                raise
+            raise InvalidRequestError(
+                f"{where}: {type(error).__name__}: {error}. It is unpickled, so that this process must be able "
+                "to import what it refers to"
+            ) from error
 
     def _tensor_in(self, source: Range, content: memoryview, item: ReadItem) -> torch.Tensor:
         """The tensor in an archive that was read; a view of its bytes if it is a plain one."""
@@ -348,6 +359,12 @@ class ItemLoader:
                 raise InvalidRequestError(
                     f"{item.storage_index.fqn!r} can't be read: "
                     + records.describe_safetensors_file(name)
+                ) from error
+            if unknown := archives.unknown_globals(content):
+                raise InvalidRequestError(
+                    f"{self._name(item)} can't be loaded from {source.file}: it refers to {', '.join(unknown)}, "
+                    "which torch unpickles only if it is allowed to. If you trust the checkpoint's author, call "
+                    "torch.serialization.add_safe_globals([...]) with it first"
                 ) from error
             raise self._unreadable(source, item, error) from error
         if not isinstance(tensor, torch.Tensor):

@@ -24,10 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from pannier.client import torch_compat
 from pannier.client.config import check_timeout
-from pannier.client.loading import filesystem, highest_incarnation
+from pannier.client.loading import filesystem, highest_incarnation, state_keys
 from pannier.client.loading.catalog import PerRankError
 from pannier.client.loading.checksum_verifier import Receipts, Wanted
 from pannier.client.loading.filesystem import MissingError, StorageDir
+from pannier.client.loading.state_keys import OtherKeys
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import load_line, wait_log
 from pannier.client.messages.call_errors import at_call
@@ -35,7 +36,13 @@ from pannier.client.process_group import is_alone, process_rank
 from pannier.client.ranks.load_ranks import CALL, END, METADATA, READ, LoadRanks
 from pannier.client.restore import load_progress
 from pannier.client.restore.load_progress import LoadProgress
-from pannier.client.restore.load_result import LoadResult, ReadCounts, combine
+from pannier.client.restore.load_result import (
+    LoadResult,
+    ReadCounts,
+    combine,
+    from_json,
+    to_json,
+)
 from pannier.client.restore.sources import Sharing
 from pannier.client.xla import planners, runtime
 from pannier.common import timeouts
@@ -179,6 +186,7 @@ def load(
         load_line.log_loaded(
             result.checkpoint_id, result.total_bytes, result.seconds, result.files_text
         )
+        state_keys.warn(result)
     _recent_s.append(result.seconds)
     return result
 
@@ -277,6 +285,7 @@ def _fill(
     planner = DefaultLoadPlanner() if planner is None else planner
     values: dict[str, Any] = {}
     files: dict[str, bytes] = {}
+    others: list[OtherKeys] = []
 
     def plan() -> LoadPlan:
         # Sorted, so that collectives in a state_dict() are called in the same order on all ranks.
@@ -295,9 +304,15 @@ def _fill(
             if problem := _unclear_mismatch(values, metadata):
                 raise InvalidRequestError(problem) from error
             raise
+        except RuntimeError as error:
+            if hint := state_keys.missing_hint(values, metadata):
+                raise RuntimeError(f"{error} {hint}") from error
+            raise
+        others.append(OtherKeys(planner, values))
         return reader.prepare_local_plan(local)
 
     def plan_globally(plans: list[LoadPlan]) -> list[LoadPlan]:
+        progress.unread = state_keys.unread(reader.read_metadata(), plans)
         return reader.prepare_global_plan(planner.create_global_plan(plans))
 
     def read() -> None:
@@ -306,6 +321,9 @@ def _fill(
         )
         with ranks.showing_progress(READ, reader.progress_text), waits:
             reader.read_data(planner.finish_plan(central), planner).wait()
+            for each in others:
+                each.restore()
+            progress.cast = state_keys.narrowed(planner, reader.read_metadata())
             files.update(Receipts(reader.directory, reader.attempt).extra_files(extra_files))
 
     central = ranks.plan(plan, plan_globally)
@@ -370,13 +388,13 @@ def _finish(
         found = progress.counts()
         found.seconds = time.monotonic() - began
         found.host = reader.host
-        return vars(found)
+        return to_json(found)
 
     def put_together(found: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-        by_rank = {rank: ReadCounts(**each) for rank, each in found.items()}
-        return vars(combine(reader.checkpoint_id, by_rank))
+        by_rank = {rank: ReadCounts(**from_json(each)) for rank, each in found.items()}
+        return to_json(combine(reader.checkpoint_id, by_rank))
 
-    return LoadResult(**ranks.together(END, counts, put_together))
+    return LoadResult(**from_json(ranks.together(END, counts, put_together)))
 
 
 def _wrap_for_xla(planner: LoadPlanner | None) -> LoadPlanner | None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from pannier.client import torch_compat
+from pannier.client.planning.value_hashes import value_hashes
 from pannier.client.staging import archives
 from pannier.client.user_errors import located
 from pannier.client.xla import planners, runtime
@@ -108,6 +109,12 @@ class PlannerRun:
     def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The planner's value for one of its items. To be called once for each."""
         return self._runner.resolve_data(item)
+
+    def value_hashes(self, *, tensors: bool) -> dict[str, int]:
+        """See :func:`pannier.client.planning.value_hashes.value_hashes`; of the state's values now."""
+        if not resolves_as_planned(self._planner):
+            return {}
+        return value_hashes(self.items, self._planned_state({}), tensors=tensors)
 
     def release(self) -> None:
         """Frees what was fetched from devices; to be called once every item is resolved."""

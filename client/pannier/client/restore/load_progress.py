@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from pannier.client.restore.load_result import BUCKET, OWN_SPOOL, ReadCounts
+from pannier.client.restore.load_result import BUCKET, OWN_SPOOL, Keys, ReadCounts
 from pannier.common import timeouts
 from pannier.common.units import size_text
 from pannier.v1 import load_status_pb2
@@ -53,6 +53,10 @@ class LoadProgress:
         self._ended: float | None = None
         self._about = {"checkpoint_id": checkpoint_id}
         """Fields of the report about the load as a whole."""
+        self.unread = Keys()
+        """See :class:`pannier.client.restore.load_result.LoadResult`; on the first rank."""
+        self.cast = Keys()
+        """Of this rank's state."""
         self._phase: load_status_pb2.LoadPhase = ENTERING
         self._sizes: Mapping[str, int] = {}
         """Bytes that the plan needs, by file."""
@@ -104,7 +108,12 @@ class LoadProgress:
     def counts(self) -> ReadCounts:
         """What was read so far."""
         with self._lock:
-            return ReadCounts(Counter(self._source_of.values()), Counter(self._bytes))
+            return ReadCounts(
+                Counter(self._source_of.values()),
+                Counter(self._bytes),
+                unread=self.unread,
+                cast=self.cast,
+            )
 
     def text(self) -> str:
         """``1.2 GiB of 4.0 GiB read``; empty before it reads."""

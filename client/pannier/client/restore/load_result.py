@@ -4,12 +4,31 @@ import builtins
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from operator import attrgetter
+from typing import Any, Final
 
 from pannier.common.units import size_text
 
 OWN_SPOOL: Final = "own spool"
 BUCKET: Final = "bucket"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Some keys of a state dict."""
+
+    count: int = 0
+    first: tuple[str, ...] = ()
+    """The first few, sorted."""
+
+    def __str__(self) -> str:
+        more = self.count - len(self.first)
+        shown = ", ".join(map(repr, self.first)) + (f" and {more} more" if more else "")
+        return f"{self.count} key{'s' if self.count != 1 else ''}" + (f": {shown}" if shown else "")
+
+
+NO_KEYS: Final = Keys()
+_count: Final = attrgetter("count")
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,10 @@ class LoadResult:
     """Which save to this id was read; "": Pannier didn't write it."""
     extra_files: Mapping[str, builtins.bytes] = field(default_factory=dict, repr=False)
     """Those that this rank has asked for, by name."""
+    unread: Keys = NO_KEYS
+    """Keys of the checkpoint that no rank's state has."""
+    cast: Keys = NO_KEYS
+    """Tensors that were read into a dtype that can't hold all values of the stored one."""
 
     @property
     def total_bytes(self) -> int:
@@ -72,6 +95,10 @@ class ReadCounts:
     """Of the whole load, on this rank."""
     host: str = ""
     """Name of the rank's host."""
+    unread: Keys = NO_KEYS
+    """See :class:`LoadResult`; from the first rank alone, which has the plans of all."""
+    cast: Keys = NO_KEYS
+    """Of this rank's state."""
 
 
 def combine(checkpoint_id: str, counts: Mapping[int, ReadCounts]) -> LoadResult:
@@ -84,7 +111,23 @@ def combine(checkpoint_id: str, counts: Mapping[int, ReadCounts]) -> LoadResult:
         seconds=counts[slowest].seconds,
         slowest_rank=slowest,
         slowest_host=counts[slowest].host if len(counts) > 1 else "",
+        unread=max((each.unread for each in counts.values()), key=_count),
+        cast=max((each.cast for each in counts.values()), key=_count),
     )
+
+
+def to_json(record: ReadCounts | LoadResult) -> dict[str, Any]:
+    """The fields of a record, for JSON."""
+    return {
+        name: [value.count, value.first] if isinstance(value, Keys) else value
+        for name, value in vars(record).items()
+    }
+
+
+def from_json(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that :func:`to_json` returned, as arguments of the record's class."""
+    keys = {name: Keys(fields[name][0], tuple(fields[name][1])) for name in ("unread", "cast")}
+    return {**fields, **keys}
 
 
 def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

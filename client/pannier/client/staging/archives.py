@@ -188,6 +188,14 @@ def _pickled(value: Any) -> bytes:
     return sink.getvalue()
 
 
+def unknown_globals(archive: bytes | memoryview) -> list[str]:
+    """The names in an archive that torch unpickles only after ``add_safe_globals``; empty also if it is damaged."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive)))
+    except Exception:  # noqa: BLE001 - the bytes may be anything
+        return []
+
+
 # The headers that an earlier save left in a buffer, as long as nothing else was written there: a writer takes
 # them away before it writes, and puts them back once all bytes are in place. Thread-safe.
 

@@ -10,9 +10,8 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -21,7 +20,7 @@ from pannier.client import torch_compat
 from pannier.client.staging import archives
 from pannier.client.staging.arena import Arena, FileBuffer
 from pannier.client.staging.device_copy import DeviceCopies
-from pannier.client.staging.host_copy import LARGE, TensorCopies, freed_error
+from pannier.client.staging.host_copy import LARGE, TensorCopies, check_storage
 from pannier.client.staging.stager import Staged, StagedFile, cannot_be_saved
 from pannier.client.user_errors import add_note
 from pannier.client.xla import runtime
@@ -30,9 +29,6 @@ from pannier.client.xla.shard_tensors import ShardView
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire.errors import PannierError
 from pannier.wire.plan_columns import decode_column
-
-_LOWEST_ADDRESS: Final = 1 << 40
-"""``data_ptr()`` of a tensor whose storage was freed is only its offset. Few real addresses are lower."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ class CopyPlan:
             devices: as for :func:`pannier.client.staging.stager.stage`.
 
         Raises:
-            InvalidRequestError: a tensor has no storage.
+            InvalidRequestError: a tensor's storage was freed or cut.
             PannierError: there is no memory.
             Exception: whatever copying or pickling raised, with a note of the key.
         """
@@ -177,11 +173,14 @@ class CopyPlan:
                 raise
 
     def _check_storages(self, file: _File, tensors: Sequence[torch.Tensor]) -> None:
-        if min(map(torch.Tensor.data_ptr, tensors)) >= _LOWEST_ADDRESS:
-            return
-        freed = [not tensor.untyped_storage().nbytes() for tensor in tensors]
-        for index in compress(file.small, freed):
-            raise freed_error(self._fqns[file.tensors[index].value])
+        held = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors))
+        offsets = map(torch.Tensor.storage_offset, tensors)
+        dense = map(torch.Tensor.is_contiguous, tensors)
+        columns = zip(file.small, tensors, held, offsets, dense, strict=True)
+        for index, tensor, size, offset, is_dense in columns:
+            layout = file.tensors[index]
+            if offset or not is_dense or size < layout.archive.body:
+                check_storage(tensor, self._fqns[layout.value])
 
     def _spill(
         self, values: list[Any], arena: Arena, names: Sequence[str]

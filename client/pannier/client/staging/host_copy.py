@@ -129,9 +129,15 @@ class HostCopies:
             ctypes.memmove(target, source, size)
 
 
-def freed_error(name: str) -> InvalidRequestError:
-    """The error for a tensor whose storage is empty."""
-    return InvalidRequestError(f"{name!r} can't be saved: its storage was freed (resized to 0)")
+def check_storage(tensor: torch.Tensor, name: str) -> None:
+    """Raises InvalidRequestError for a tensor with elements that its storage doesn't hold any more."""
+    held = tensor.untyped_storage().nbytes()
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    if held >= needed:
+        return
+    was = f"cut to {held} bytes, of which it needs {needed}" if held else "freed (resized to 0)"
+    raise InvalidRequestError(f"{name!r} can't be saved: its storage was {was}")
 
 
 class TensorCopies:
@@ -163,7 +169,7 @@ class TensorCopies:
             name: for errors.
             value: the tensor that ``tensor`` was detached from.
 
-        Raises InvalidRequestError: its storage was freed.
+        Raises InvalidRequestError: its storage was freed or cut.
         """
         if not tensor.numel() or self._gather(tensor, target, offset, name, value=value):
             return
@@ -220,8 +226,8 @@ class TensorCopies:
         """Makes, gathers or queues a copy; False: the caller must copy with torch."""
         kind = tensor.device.type
         queued = kind in device_stream.ASYNC_DEVICES
-        if (kind == "cpu" or queued) and not tensor.untyped_storage().nbytes():
-            raise freed_error(name)
+        if kind == "cpu" or queued:
+            check_storage(tensor, name)
         if queued:
             self._devices.add(tensor, target, offset, name=name, value=value, view=view)
             return True

@@ -9,9 +9,10 @@ file. Not thread-safe.
 
 import ctypes
 import io
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import IO, Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 import crc32c
 import torch
@@ -28,6 +29,8 @@ from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import file_layout, object_names
 from pannier.wire.errors import InvalidRequestError, PannierError
 from pannier.wire.plan_columns import decode_column
+
+_log = logging.getLogger(__name__)
 
 Resolve = Callable[[WriteItem], torch.Tensor | io.BytesIO]
 _Placed = TypeVar("_Placed", records_pb2.VaryingItem, records_pb2.ExtraFile)
@@ -274,6 +277,8 @@ class _Writer:
                 if tensor is not None and _is_plain(tensor) and _matches(tensor, item):
                     self._fill(buffer, target, tensor, item.index.fqn, value)
                     return ArchiveLocation(self._names[target.file], target.offset, target.length)
+                if tensor is not None and _is_plain(tensor):
+                    _refuse_other_shape(tensor, item)
                 buffer.zero(target.offset, target.offset + target.length)
             return self._spill(value if tensor is None else tensor, item.index.fqn)
 
@@ -352,6 +357,11 @@ class _Writer:
         else:
             start = spill.size
             torch.save(_compact(value.cpu()), cast("IO[bytes]", spill))
+            if type(value) not in _checked_types:
+                _checked_types.add(type(value))
+                _warn_if_not_loadable(
+                    name, value, ctypes.string_at(spill.address + start, spill.size - start)
+                )
         return ArchiveLocation(self._objects_name, start, spill.size - start)
 
 
@@ -388,6 +398,36 @@ def _matches(tensor: torch.Tensor, item: WriteItem) -> bool:
         and tensor.dtype == data.properties.dtype
         and tensor.shape == data.chunk.sizes
     )
+
+
+def _refuse_other_shape(tensor: torch.Tensor, item: WriteItem) -> None:
+    """Raises InvalidRequestError for a value whose shape isn't that of the part that was planned."""
+    data = item.tensor_data
+    if data is None or tensor.shape == data.chunk.sizes:
+        return
+    raise InvalidRequestError(
+        f"{item.index.fqn!r} can't be saved: its part at offset {tuple(data.chunk.offsets)} of "
+        f"{tuple(data.size)} has shape {tuple(data.chunk.sizes)} by its plan, but this rank holds "
+        f"{tuple(tensor.shape)}: a DTensor made by from_local needs local tensors of the sizes that its "
+        "placements give each rank"
+    )
+
+
+def _warn_if_not_loadable(name: str, value: torch.Tensor, archive: bytes) -> None:
+    """Warns of a tensor that torch's allow-list keeps from being unpickled, here at least."""
+    unknown = archives.unknown_globals(archive)
+    if unknown:
+        _log.warning(
+            "%r is saved as a %s, which client.load and dcp.load unpickle only in a program that has called "
+            "torch.serialization.add_safe_globals for %s; a plain tensor needs no such call",
+            name,
+            type(value).__name__,
+            ", ".join(unknown),
+        )
+
+
+_checked_types: Final[set[type]] = set()
+"""Types of tensors that were checked against torch's allow-list."""
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
