@@ -28,7 +28,7 @@ from pannier.client.embedded.daemon_spec import (
     write_record,
     write_tls_files,
 )
-from pannier.client.embedded.pg_store import RankStore
+from pannier.client.ranks.group_store import GroupStore
 from pannier.common import timeouts
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, DeadlineError, PannierError, UnavailableError
@@ -84,7 +84,7 @@ def host_info(rank: int, host: str, size: int, settings: Settings) -> HostInfo:
 
 
 def agree(
-    store: RankStore,
+    store: GroupStore,
     incarnation: int,
     own: HostInfo,
     first: HostInfo,
@@ -168,17 +168,18 @@ def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpe
     return left_spools.with_left_spools(settings, spec, rendezvous.job)
 
 
-def _is_leader(store: RankStore, incarnation: int, own: HostInfo, first: HostInfo) -> bool:
+def _is_leader(store: GroupStore, incarnation: int, own: HostInfo, first: HostInfo) -> bool:
     if own.rank not in (0, first.rank):
         return False
     key = f"{incarnation}/lead"
     if own.rank != 0 and store.poll(lambda: store.read(key), timeouts.LEADER_S) is not None:
         return False
-    return store.claim(key, str(own.rank)) == str(own.rank)
+    leader: str = store.claim(key, str(own.rank))
+    return leader == str(own.rank)
 
 
 def _decide(
-    store: RankStore,
+    store: GroupStore,
     incarnation: int,
     own: HostInfo,
     first: HostInfo,

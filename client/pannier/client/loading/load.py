@@ -253,6 +253,7 @@ def _share_metadata(
                 raise MissingError(f"{error}; {problem}") from error
         return reader.resolve()
 
+    load_id: str
     content, (incarnation, load_id) = ranks.from_first(METADATA, read)
     highest_incarnation.remember(root, incarnation)
     reader.share_metadata(content, load_id)
