@@ -20,7 +20,13 @@ from pannier.v1 import restore_pb2, restore_pb2_grpc
 from pannier.wire.addresses import channel_options
 from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.version import WIRE_VERSION
-from support.actors.block_reader import BlockReader, Checkpoint, data_file, whole_blocks
+from support.actors.block_reader import (
+    BlockReader,
+    Checkpoint,
+    committed,
+    data_file,
+    whole_blocks,
+)
 from support.network.certificates import Authority, Files
 from support.processes.daemons import Daemon, Daemons, await_serving
 from support.processes.ranks import reserved_port
@@ -138,10 +144,11 @@ def saved(hosts: Hosts) -> Checkpoint:
     }
     attempt = re.fullmatch(r"__(.*)_0_0\.distcp", name)
     assert attempt is not None
-    made = Checkpoint(checkpoint_id, attempt[1], [], f"load-{number}")
-    located = BlockReader(hosts.daemons.sidecar_address, made).locate([name])
-    made = Checkpoint(checkpoint_id, attempt[1], [located.files[0].file], f"load-{number}")
-    assert located.files[0].file.size > 2 * BLOCK_BYTES
+    options = {"endpoint_url": hosts.server.url, "token": "anon"}
+    files = committed(checkpoint_id, attempt[1], [name], options)
+    made = Checkpoint(checkpoint_id, attempt[1], files, f"load-{number}")
+    (located,) = BlockReader(hosts.daemons.sidecar_address, made).locate([name]).files
+    assert located.size == files[0].size > 2 * BLOCK_BYTES
     return made
 
 

@@ -16,7 +16,8 @@ from support.processes.daemons import Daemons
 from support.processes.ranks import run_ranks, start_ranks
 from support.processes.stretch import BOUND_S
 from support.processes.watching import listed
-from support.storage.bucket import data_reads
+from support.storage.bucket import data_reads, remove
+from support.storage.bucket import listed as listed_objects
 from support.storage.gcs_server import GcsServer
 
 ROOT = "gs://bucket/local"
@@ -208,6 +209,21 @@ def test_a_copy_that_another_process_changed_is_read_from_the_bucket(
     # The sidecar notices other stamps itself.
     if what == "content":
         assert "is read from storage, not from this host's spool: bytes 8388608 to" in output
+
+
+def test_a_copy_without_receipts_in_storage_is_read_from_the_bucket(
+    daemons: Daemons, server: GcsServer
+) -> None:
+    """As after a user has removed them: nothing could show that the copy has other bytes."""
+    root = f"{ROOT}/unchecked"
+    save_and_kill(daemons, root, "1")
+    for name in listed_objects(server, root.removeprefix("gs://bucket/")):
+        directory = name.rpartition("/")[0]
+        if directory.endswith("/receipts"):
+            remove(server, directory)
+    files, _, _, output = load(daemons, root, 1)
+    assert files.keys() == {"bucket"}
+    assert "from this host's spool: the receipts of its attempt have no checksums" in output
 
 
 def test_a_load_whose_sidecar_does_not_answer_reads_the_bucket(

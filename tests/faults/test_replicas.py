@@ -16,16 +16,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
+from pannier.client import Client
+from pannier.client.config import load_settings
 from pannier.v1 import save_pb2
 from pannier.wire import addresses
 from support.actors.hand import Party
+from support.actors.mapped_clients import saving
 from support.actors.scripted_sidecar import wait_until
 from support.network.certificates import Authority
 from support.network.netns import HERE, Network, network_or_skip
 from support.network.several_hosts import Host, Hosts, Job
 from support.processes.daemons import Daemon, Daemons, await_serving
 from support.processes.ranks import reserved_port
-from support.processes.watching import ABORTED, COMMITTED, all_in, await_save
+from support.processes.stretch import BOUND_S
+from support.processes.watching import ABORTED, COMMITTED, all_in, await_save, listed
 from support.storage.bucket import check_whole, data_reads, hold_up
 from support.storage.gcs_server import GcsServer
 
@@ -126,6 +130,39 @@ def test_what_a_lost_host_had_ingested_is_uploaded_by_the_host_with_its_replica(
     taken = "rank 1 of node-1 is uploaded by node-0, which has its replica"
     assert taken in coordinator.log()
     check_whole(hosts.server, target)
+
+
+def test_every_host_loads_the_committed_bytes_though_a_replica_received_others(
+    hosts: Replicating, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The spool's bytes change between the replica's read and the upload's, by a fault of memory or disk."""
+    monkeypatch.delenv("PANNIER_TRANSPORT", raising=False)
+    for name, value in hosts.server.env.items():
+        monkeypatch.setenv(name, value)
+    target = "gs://bucket/replicas/step-3"
+    state = torch.arange(LARGE, dtype=torch.int32)
+    hold_up(hosts.server)
+    with saving(hosts.daemons) as client:
+        handle = client.async_save({"w": state}, checkpoint_id=target, no_dist=True)
+        await_save(hosts.daemons.coordinator.address, target, lambda s: s.replicated_ranks == 1)
+        change(hosts.daemons.spool / "0", state[1000:1010].numpy().tobytes(), b"\xff" * 40)
+        hosts.server.clear()
+        handle.result(BOUND_S)
+    state[1000:1010] = -1
+    for sidecar in hosts.daemons.sidecars:
+        wait_until(lambda address=sidecar.address: listed(address).local_copies)  # type: ignore[misc]
+        found = {"w": torch.zeros_like(state)}
+        with Client(load_settings(sidecar=sidecar.address, job="test")) as client:
+            client.load(found, checkpoint_id=target, no_dist=True)
+        assert torch.equal(found["w"], state), f"loaded at {sidecar.address}"
+
+
+def change(spool: Path, old: bytes, new: bytes) -> None:
+    """Overwrites the only place in a spool that has these bytes."""
+    (path,) = [each for each in spool.rglob("*") if each.is_file() and old in each.read_bytes()]
+    with path.open("r+b") as file:
+        file.seek(path.read_bytes().index(old))
+        file.write(new)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pannier import client
 from pannier.client.embedded import network as addresses_of_hosts
 from pannier.v1 import save_pb2
 from pannier.wire import addresses
-from support.actors.block_reader import BlockReader, Checkpoint
+from support.actors.block_reader import BlockReader, Checkpoint, committed
 from support.actors.scripted_sidecar import wait_until
 from support.network.netns import HERE, Network, network_or_skip
 from support.network.several_hosts import Hosts, Job, TorchrunJob, listeners
@@ -175,7 +175,7 @@ def read_from_peers(hosts: Hosts, checkpoint: Path, peers: Mapping[str, str]) ->
         located = BlockReader(socket, loaded).locate(names)
         assert (located.host, located.peer_address) == (host.name, peers[host.name])
         assert located.peer_tls
-        files.append(located.files[0].file)
+        files += committed(loaded.id, attempt, [located.files[0].name])
         readers.append(socket)
     loaded = Checkpoint(str(checkpoint), attempt, files, "load")
     for own, socket in enumerate(readers):

@@ -15,7 +15,7 @@ from pannier.client.config import load_settings
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import LoadResult
-from support.actors.block_reader import BlockReader, Checkpoint
+from support.actors.block_reader import BlockReader, Checkpoint, committed
 from support.actors.nodes import JobFiles
 from support.actors.scripted_sidecar import wait_until
 from support.network.status_pages import Scrape, get, until
@@ -107,7 +107,8 @@ def fetch_blocks(scene: Scene) -> None:
     located = known.locate([name])
     assert located.restore_budget
     assert not located.peer_address
-    loaded = Checkpoint(place, attempt, [located.files[0].file], "load")
+    options = {"endpoint_url": scene.server.url, "token": "anon"}
+    loaded = Checkpoint(place, attempt, committed(place, attempt, [name], options), "load")
     with BlockReader(scene.socket("one"), loaded, token=one) as reader:
         reader.request(0)
         reader.content(reader.next())

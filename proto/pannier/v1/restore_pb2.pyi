@@ -46,14 +46,16 @@ class LocateResponse(_message.Message):
     def __init__(self, files: _Optional[_Iterable[_Union[LocatedFile, _Mapping]]] = ..., token: _Optional[bytes] = ..., descriptors: _Optional[str] = ..., token_first: bool = ..., wire_version: _Optional[int] = ..., host: _Optional[str] = ..., peer_address: _Optional[str] = ..., peer_tls: bool = ..., peer_name: _Optional[str] = ..., restore_budget: _Optional[int] = ...) -> None: ...
 
 class LocatedFile(_message.Message):
-    __slots__ = ("file", "stamp", "stamp_offset")
-    FILE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("name", "size", "stamp", "stamp_offset")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
     STAMP_FIELD_NUMBER: _ClassVar[int]
     STAMP_OFFSET_FIELD_NUMBER: _ClassVar[int]
-    file: _records_pb2.DataFile
+    name: str
+    size: int
     stamp: bytes
     stamp_offset: int
-    def __init__(self, file: _Optional[_Union[_records_pb2.DataFile, _Mapping]] = ..., stamp: _Optional[bytes] = ..., stamp_offset: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., stamp: _Optional[bytes] = ..., stamp_offset: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("start", "files", "block", "done")

@@ -63,7 +63,8 @@ class RestoreServicer(object):
         """Which of an attempt's data files lie in this host's spool, as they were committed.
         Their descriptors are passed over the socket that `descriptors` names. They are
         opened read-only. A process of the sidecar's user, or root, could open them again for
-        writing, as it could the spool's files themselves: the reader checks the bytes.
+        writing, as it could the spool's files themselves, and a replica has the bytes that its
+        host received: the reader compares the bytes with the committed receipt.
         Knowing the attempt's name, which only `.metadata` and its records have, counts as the right to
         read its files.
         """

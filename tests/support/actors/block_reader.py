@@ -4,13 +4,15 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import crc32c
 import grpc
 
+from pannier.client.loading.checksum_verifier import Receipts
+from pannier.client.loading.filesystem import open_dir
 from pannier.client.transport.shared_memory import (
     connect_descriptors,
     fetch_descriptors,
@@ -34,6 +36,18 @@ def data_file(name: str, data: bytes, *, receipt: bool = True) -> records_pb2.Da
         file.crc32c = sums.whole
         file.block_bytes, file.block_crc32c = sums.columns()
     return file
+
+
+def committed(
+    checkpoint_id: str, attempt: str, names: Sequence[str], options: Mapping[str, Any] | None = None
+) -> list[records_pb2.DataFile]:
+    """The files as the receipts in storage have them.
+
+    Args:
+        options: of the file system.
+    """
+    found = Receipts(open_dir(checkpoint_id, options), attempt).recorded(names, threads=1)
+    return [found[name] for name in names]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from pannier.client.loading.checksum_verifier import Receipts
 from pannier.client.loading.filesystem import open_dir
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.restore import load_sharing
@@ -61,11 +62,11 @@ def test_of_large_tensors_their_heads_and_parts_are_needed(
 
 def test_files_without_receipts_are_known_by_their_size(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes(1000))
-    found = _records(open_dir(tmp_path), "", ["f", "missing"])
+    found = _records(Receipts(open_dir(tmp_path), ""), ["f", "missing"])
     assert found.keys() == {"f"}
     assert (found["f"].size, found["f"].block_crc32c) == (1000, b"")
     # An attempt whose records are gone is none that can't be read.
-    assert _records(open_dir(tmp_path), ATTEMPT, ["f"]).keys() == {"f"}
+    assert _records(Receipts(open_dir(tmp_path), ATTEMPT), ["f"]).keys() == {"f"}
 
 
 def test_receipts_without_checksums_of_usual_blocks_say_nothing_of_them() -> None:
@@ -86,6 +87,6 @@ def test_receipts_without_checksums_of_usual_blocks_say_nothing_of_them() -> Non
 def test_a_receipt_is_read_once_for_all_files_of_its_rank(tmp_path: Path) -> None:
     checkpoints.write_attempt(tmp_path, ATTEMPT)
     names = [path.name for path in tmp_path.glob("*.distcp")]
-    found = _records(open_dir(tmp_path), ATTEMPT, names)
+    found = _records(Receipts(open_dir(tmp_path), ATTEMPT), names)
     assert found.keys() == set(names)
     assert all(each.crc32c for each in found.values())

@@ -31,13 +31,17 @@ def path(tmp_path: Path, data: bytes) -> Path:
     return path
 
 
-def opened(path: Path, data: bytes, *, blocks: bool = True, stamp: bytes = STAMP) -> LocalFile:
+def opened(
+    path: Path, data: bytes, *, blocks: bool = True, stamp: bytes = STAMP, size: int | None = None
+) -> LocalFile:
     block_bytes, column = Checksums().followed_by(memoryview(data)).columns()
     file = records_pb2.DataFile(name="f", size=SIZE, crc32c=crc32c.crc32c(data))
     if blocks:
         file.block_bytes, file.block_crc32c = block_bytes, column
-    located = restore_pb2.LocatedFile(file=file, stamp=stamp, stamp_offset=SIZE + 24)
-    return LocalFile(located, os.open(path, os.O_RDONLY))
+    located = restore_pb2.LocatedFile(
+        name="f", size=SIZE if size is None else size, stamp=stamp, stamp_offset=SIZE + 24
+    )
+    return LocalFile(located, file, os.open(path, os.O_RDONLY))
 
 
 def read(file: LocalFile, offset: int, length: int, cache: BlockCache | None = None) -> bytes:
@@ -160,9 +164,14 @@ def test_a_block_that_could_not_be_read_is_tried_again_and_its_memory_used_again
             assert content[0] == 0
 
 
+def test_a_file_of_another_size_than_was_committed_is_refused(path: Path, data: bytes) -> None:
+    with pytest.raises(IntegrityError, match=f"it has 8 bytes in the spool, {SIZE} by its receipt"):
+        opened(path, data, size=8)
+
+
 def test_a_long_file_without_checksums_of_blocks_is_refused(path: Path, data: bytes) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(IntegrityError, match="f has no checksums of blocks") as refused:
+    with pytest.raises(IntegrityError, match="have no checksums of its blocks") as refused:
         opened(path, data, blocks=False)
     del refused
     assert len(os.listdir("/proc/self/fd")) == before

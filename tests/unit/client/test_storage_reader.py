@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from pannier.client.config import load_settings
+from pannier.client.loading.checksum_verifier import Receipts
 from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.metadata_reader import Generation
 from pannier.client.loading.storage_reader import StorageReader
@@ -185,14 +186,18 @@ def test_after_a_load_of_several_ranks_the_spool_may_use_its_files_again(
 ) -> None:
     spool = tmp_path / "a file of the spool"
     spool.write_bytes(b"some")
-    located = restore_pb2.LocatedFile(file=records_pb2.DataFile(name="f", size=4))
+    located = restore_pb2.LocatedFile(name="f", size=4)
+    committed = records_pb2.DataFile(name="f", size=4, crc32c=0)
     # Not referred to by the test itself.
-    held = [HostSurvey(files={"f": LocalFile(located, os.open(spool, os.O_RDONLY))})]
+    held = [HostSurvey(files={"f": LocalFile(located, committed, os.open(spool, os.O_RDONLY))})]
     monkeypatch.setattr(HostCopies, "survey", lambda *_: held.pop())
     reader, sharing = StorageReader(checkpoint), LoadSharing(load_settings)
     reader.use_sidecars(sharing, together=True)
     sharing.survey(
-        LoadName("load", str(checkpoint), "attempt", 0), Metadata({}, storage_data={}), []
+        LoadName("load", str(checkpoint), "attempt", 0),
+        Receipts(reader.directory, "attempt"),
+        Metadata({}, storage_data={}),
+        [],
     )
     assert str(spool) in opened()
     # A user may keep the reader.
@@ -481,15 +486,15 @@ class Sharing:
         self.planned: list[RankNeeds] = []
         self.opened: list[RankPlan] = []
 
-    def locate(self, attempt: str, names: Sequence[str]) -> dict[str, LocalFile]:
+    def locate(self, receipts: Receipts, names: Sequence[str]) -> dict[str, LocalFile]:
         raise AssertionError("of a load of one rank")
 
-    def survey(self, load: LoadName, metadata: Metadata, items: Sequence[ReadItem]) -> RankNeeds:
+    def survey(
+        self, load: LoadName, receipts: Receipts, metadata: Metadata, items: Sequence[ReadItem]
+    ) -> RankNeeds:
         return RankNeeds(load.rank, None)
 
-    def plan(
-        self, directory: object, attempt: str, needs: Sequence[RankNeeds]
-    ) -> list[RankPlan | None]:
+    def plan(self, receipts: Receipts, needs: Sequence[RankNeeds]) -> list[RankPlan | None]:
         self.planned += needs
         return [RankPlan((), None, {}), *[None] * (len(needs) - 1)]
 

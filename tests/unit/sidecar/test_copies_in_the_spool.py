@@ -97,21 +97,24 @@ class Copies:
         for index, size in enumerate(sizes):
             spool_file = self.run(self.mapped.take("job", size + len(stamp)))
             os.pwrite(spool_file.fd, stamp, spool_file.stageable)
-            data_file = records_pb2.DataFile(name=f"{number}-{index}", size=size)
-            files.append(LocalFile(data_file, spool_file, stamp))
+            files.append(LocalFile(f"{number}-{index}", size, spool_file, stamp))
         context = sidecar_pb2.SaveContext(save=save, checkpoint_id=checkpoint_id)
         attempt = f"i{start}-{start:04}-{group}-s{number}"
         receipt = records_pb2.Receipt(
             attempt=attempt,
-            files=[f.file for f in files if handed_over is None or f.file.name in handed_over],
+            files=[
+                records_pb2.DataFile(name=each.name, size=each.size)
+                for each in files
+                if handed_over is None or each.name in handed_over
+            ],
         )
         self.record(
             Record(begun=journal_pb2.PartBegun(context=context, attempt=attempt)),
             *(
                 Record(
                     opened=journal_pb2.FileOpened(
-                        name=each.file.name,
-                        size=each.file.size,
+                        name=each.name,
+                        size=each.size,
                         spool_file=each.spool_file.path.name,
                         stamp=stamp,
                     )
@@ -164,7 +167,7 @@ def test_a_file_that_cannot_be_read_is_lost_and_the_others_stay(
         return read_stamp(file)
 
     monkeypatch.setattr(SpoolFile, "read_stamp", fail)
-    assert [each.file.name for each in made.locate(1, "1-0", "1-1").files] == ["1-1"]
+    assert [each.name for each in made.locate(1, "1-0", "1-1").files] == ["1-1"]
     made.run(made.copies.tick(()))
     (copy,) = made.copies.statuses()
     assert copy.files == 1
@@ -374,7 +377,7 @@ def test_each_file_is_located_once_and_not_too_many(
     monkeypatch.setattr(local_copies, "MOST_LOCATED", 2)
     made.commit(1, sizes=(4096, 4096, 4096))
     found = made.locate(1, *["1-2"] * 50, "1-0", "1-1")
-    assert [each.file.name for each in found.files] == ["1-2", "1-0"]
+    assert [each.name for each in found.files] == ["1-2", "1-0"]
     descriptors = made.run(made.copies.open_descriptors(found.token))
     assert len(descriptors) == 2
     for each in descriptors:

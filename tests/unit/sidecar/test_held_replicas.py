@@ -70,8 +70,7 @@ def copied(hosts: ReplicaHosts) -> dict[str, bytes]:
     copies = list(hosts.holder.sidecar.local_copies._copies)
     found = {name: file for copy in copies for name, file in copy.files.items()}
     return {
-        name: Path(file.spool_file.path).read_bytes()[: file.file.size]
-        for name, file in found.items()
+        name: Path(file.spool_file.path).read_bytes()[: file.size] for name, file in found.items()
     }
 
 

@@ -15,6 +15,7 @@ from pannier.common import timeouts
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.restore import host_blocks
 from pannier.sidecar.restore.host_blocks import HostBlocks
+from pannier.sidecar.restore.local_copies import LocalFile
 from pannier.sidecar.rpc.peer_servicer import PeerServicer
 from pannier.storage import StorageError, open_store
 from pannier.v1 import restore_pb2
@@ -180,6 +181,30 @@ def test_many_peers_get_a_block_that_is_read_once(tmp_path: Path) -> None:
             assert blocks.cache.used == 0, "each was read as often as announced"
 
     asyncio.run(main())
+
+
+def test_a_spool_that_no_receipt_can_refute_is_not_read(tmp_path: Path) -> None:
+    """Of a checkpoint whose receipts are gone, only storage is read: by own ranks, and by peers."""
+    spool = tmp_path / "spool file"
+    spool.write_bytes(bytes(len(DATA)))
+    with spool.open("rb") as file:
+        spool_file: Any = SimpleNamespace(path=spool, fd=file.fileno())
+        copy = LocalFile(NAME, len(DATA), spool_file, b"")
+
+        async def main() -> None:
+            async with serving(tmp_path) as blocks:
+                patched: Any = SimpleNamespace(find=lambda *_: copy)
+                blocks.copies = patched
+                request = wanted(tmp_path, attempt="attempt")
+                assert blocks.read_spool(request) is None
+                held = blocks.request_for_peer(request)
+                await held.arrive()
+                found = held.hold()
+                assert found is not None
+                assert blocks.cache.memory.read(found.slot, 0, found.size) == DATA[:BLOCK_BYTES]
+                held.release()
+
+        asyncio.run(main())
 
 
 def test_a_link_to_what_may_not_be_read_here_is_not_followed(tmp_path: Path) -> None:

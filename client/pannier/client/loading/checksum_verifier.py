@@ -34,12 +34,12 @@ class Receipts:
 
     Args:
         directory: the checkpoint.
-        attempt: name of the attempt.
+        attempt: name of the attempt; empty: there is none, and so no records.
     """
 
     def __init__(self, directory: StorageDir, attempt: str) -> None:
-        self._directory = directory
-        self._attempt = attempt
+        self.directory = directory
+        self.attempt = attempt
         self._known: dict[int, dict[str, records_pb2.DataFile]] = {}
 
     def check_metadata(self, content: bytes, *, required: bool) -> None:
@@ -60,18 +60,18 @@ class Receipts:
         found = (len(content), crc32c.crc32c(content))
         if not fits(decision, *found):
             raise IntegrityError(
-                f"{self._directory.url}/{object_names.METADATA} is not what was committed: it has "
+                f"{self.directory.url}/{object_names.METADATA} is not what was committed: it has "
                 f"{found[0]} bytes with crc32c {found[1]:08x}, committed were {expected[0]} with "
                 f"{expected[1]:08x}; {_ADVICE}"
             )
 
     def _read_decision(self) -> records_pb2.Decision:
-        key = object_names.decision(self._attempt)
+        key = object_names.decision(self.attempt)
         try:
-            data = self._directory.read(key)
+            data = self.directory.read(key)
         except MissingError as error:
             raise IntegrityError(f"{error}: {object_names.METADATA} can't be verified") from error
-        return parse_decision(data, self._attempt, f"{self._directory.url}/{key}")
+        return parse_decision(data, self.attempt, f"{self.directory.url}/{key}")
 
     def find(self, name: str) -> records_pb2.DataFile:
         """The receipt of a data file, whose size in storage is checked.
@@ -80,21 +80,21 @@ class Receipts:
             IntegrityError: there is none, or the size differs.
             StorageError: it can't be read.
         """
-        match = _OWNER.fullmatch(name.removeprefix(object_names.data_prefix(self._attempt)[:-1]))
+        match = _OWNER.fullmatch(name.removeprefix(object_names.data_prefix(self.attempt)[:-1]))
         if match is None:
             raise IntegrityError(
-                f"{self._directory.url}/{name} is not a data file of {self._attempt}, to which "
+                f"{self.directory.url}/{name} is not a data file of {self.attempt}, to which "
                 f"{object_names.METADATA} belongs: it can't be verified"
             )
         file = self._files_of(int(match[1])).get(name)
         if file is None:
             raise IntegrityError(
-                f"rank {match[1]}'s receipt doesn't name {name} at {self._directory.url}; {_ADVICE}"
+                f"rank {match[1]}'s receipt doesn't name {name} at {self.directory.url}; {_ADVICE}"
             )
-        size = self._directory.size(name)
+        size = self.directory.size(name)
         if size != file.size:
             raise IntegrityError(
-                f"{self._directory.url}/{name} has {size} bytes, saved were {file.size}; {_ADVICE}"
+                f"{self.directory.url}/{name} has {size} bytes, saved were {file.size}; {_ADVICE}"
             )
         return file
 
@@ -102,17 +102,19 @@ class Receipts:
         """The wanted extra files by name. Raises StorageError, also for a name that isn't there, and IntegrityError."""
         if not callable(wanted) and not wanted:
             return {}
-        if not self._attempt:
+        if not self.attempt:
             # Another writer's: there are no records, only the files themselves.
-            return {} if callable(wanted) else {name: self._directory.read(name) for name in wanted}
+            return {} if callable(wanted) else {name: self.directory.read(name) for name in wanted}
         commit = self._read_decision()
         if callable(wanted):
             wanted = [each.name for each in commit.extra_files if wanted(each.name)]
-        return {name: read_extra_file(self._directory, commit, name) for name in wanted}
+        return {name: read_extra_file(self.directory, commit, name) for name in wanted}
 
     def recorded(self, names: Iterable[str], *, threads: int) -> dict[str, records_pb2.DataFile]:
         """The receipts of data files, by name; without those that can't be read, which is logged."""
-        prefix = object_names.data_prefix(self._attempt)[:-1]
+        if not self.attempt:
+            return {}
+        prefix = object_names.data_prefix(self.attempt)[:-1]
         owners: defaultdict[int, list[str]] = defaultdict(list)
         for name in names:
             if (match := _OWNER.fullmatch(name.removeprefix(prefix))) is not None:
@@ -135,12 +137,12 @@ class Receipts:
 
     def _files_of(self, rank: int) -> dict[str, records_pb2.DataFile]:
         if rank not in self._known:
-            key = object_names.receipt(self._attempt, rank)
+            key = object_names.receipt(self.attempt, rank)
             try:
-                data = self._directory.read(key)
+                data = self.directory.read(key)
             except MissingError as error:
                 raise IntegrityError(f"{error}: rank {rank}'s files can't be verified") from error
-            receipt = parse_receipt(data, self._attempt, rank, f"{self._directory.url}/{key}")
+            receipt = parse_receipt(data, self.attempt, rank, f"{self.directory.url}/{key}")
             self._known[rank] = {file.name: file for file in receipt.files}
         return self._known[rank]
 

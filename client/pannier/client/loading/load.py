@@ -253,8 +253,9 @@ def _share_metadata(
                 raise MissingError(f"{error}; {problem}") from error
         return reader.resolve()
 
-    load_id: str
-    content, (incarnation, load_id) = ranks.from_first(METADATA, read)
+    content, facts = ranks.from_first(METADATA, read)
+    incarnation: int | None = facts[0]
+    load_id: str = facts[1]
     highest_incarnation.remember(root, incarnation)
     reader.share_metadata(content, load_id)
     return load_id

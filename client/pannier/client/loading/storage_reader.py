@@ -69,6 +69,7 @@ class _Load:
     """``.metadata`` that this rank fetched for all."""
     generation: Generation | None = None
     attempt: str = ""
+    receipts: Receipts | None = None
     metadata: Metadata = dataclasses.field(default_factory=lambda: Metadata({}))
     sharing: Sharing | None = None
     sources: Sources | None = None
@@ -266,6 +267,7 @@ class StorageReader(storage.StorageReader):
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         self._load.attempt = metadata_reader.attempt_of(metadata)
+        self._load.receipts = None
         metadata.storage_meta.load_id = self._load.id
         return metadata
 
@@ -288,7 +290,7 @@ class StorageReader(storage.StorageReader):
             assert self._load.sharing is not None
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
             name = LoadName(self._load.id, self.checkpoint_id, self._load.attempt, rank)
-            needs = self._load.sharing.survey(name, self._load.metadata, plan.items)
+            needs = self._load.sharing.survey(name, self._receipts, self._load.metadata, plan.items)
         data = self._load.generation if needs is None else PlannedRank(self._load.generation, needs)
         return dataclasses.replace(plan, storage_data=data)
 
@@ -299,7 +301,7 @@ class StorageReader(storage.StorageReader):
         needs = {number: each.needs for number, each in enumerate(ranks) if each.needs is not None}
         if not needs or self._load.sharing is None:
             return plans
-        found = self._load.sharing.plan(self._directory, self._load.attempt, list(needs.values()))
+        found = self._load.sharing.plan(self._receipts, list(needs.values()))
         shared = dict(zip(needs, found, strict=True))
         return [
             dataclasses.replace(plan, storage_data=shared.get(number))
@@ -377,8 +379,7 @@ class StorageReader(storage.StorageReader):
         reads = loader.reads(items, dict(zip(large, tensors, strict=True)))
         verifier: ChecksumVerifier | None = None
         if self._load.verify:
-            receipts = Receipts(self._directory, self._load.attempt)
-            verifier = ChecksumVerifier(self._directory, receipts, files, index)
+            verifier = ChecksumVerifier(self._directory, self._receipts, files, index)
             reads = verifier.cover(reads)
             self._load.progress.expect(verifier.sizes)
         contents = read_ranges(
@@ -402,6 +403,13 @@ class StorageReader(storage.StorageReader):
                 loader.copy_gathered()
 
     @property
+    def _receipts(self) -> Receipts:
+        """Of the attempt that this load reads, each read once."""
+        if self._load.receipts is None:
+            self._load.receipts = Receipts(self._directory, self._load.attempt)
+        return self._load.receipts
+
+    @property
     def _may_share(self) -> bool:
         """Whether ranks share what they read; not if storage is local, or is to be verified."""
         return (
@@ -421,7 +429,7 @@ class StorageReader(storage.StorageReader):
             return {}
         if self._may_share:
             return self._load.sharing.local_files
-        return self._load.sharing.locate(self._load.attempt, files)
+        return self._load.sharing.locate(self._receipts, files)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -1,7 +1,7 @@
 """What the sidecars of this host have for a load: files in their spools, and whether they fetch blocks.
 
-In: an attempt and names of its files. Out: those that a sidecar of this host still has, opened; for a load
-of several ranks, also the address of that sidecar, and the files that other hosts may read from it. Only
+In: an attempt's receipts and names of its files. Out: those that a sidecar of this host still has, opened, to
+be compared with the checksums of the receipts; for a load of several ranks, also the address of that sidecar, and the files that other hosts may read from it. Only
 sidecars that run are asked, and none is started: a load without one reads from storage. Blocking;
 thread-safe.
 """
@@ -10,10 +10,10 @@ import hashlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
@@ -21,6 +21,7 @@ from pannier.client import machine
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher
 from pannier.client.embedded.daemon_spec import tls_files
+from pannier.client.loading.checksum_verifier import Receipts
 from pannier.client.restore.fetched_blocks import FetchedBlocks
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.local_file import LocalFile
@@ -34,20 +35,21 @@ from pannier.client.transport.shared_memory import (
     socket_beside,
 )
 from pannier.common import timeouts
-from pannier.v1 import restore_pb2, restore_pb2_grpc
+from pannier.v1 import records_pb2, restore_pb2, restore_pb2_grpc
 from pannier.wire import addresses
-from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import (
     IntegrityError,
     PannierError,
     UnavailableError,
     from_rpc_error,
 )
-from pannier.wire.records import parse_blocks
 from pannier.wire.tls import is_unix
 from pannier.wire.version import WIRE_VERSION
 
 _log = logging.getLogger(__name__)
+
+_RECEIPTS_READ: Final = 8
+"""Requests for receipts at a time."""
 
 
 @dataclass
@@ -78,24 +80,27 @@ class HostCopies:
     def __init__(self, settings: Callable[[], Settings]) -> None:
         self._settings = settings
 
-    def locate(self, attempt: str, names: Sequence[str]) -> dict[str, LocalFile]:
-        """The attempt's files that are here, by name; logs why a sidecar can't be asked."""
+    def locate(self, receipts: Receipts, names: Sequence[str]) -> dict[str, LocalFile]:
+        """The files of the receipts' attempt that are here, by name; logs why a sidecar can't be asked."""
         found: dict[str, LocalFile] = {}
         for settings, address in self._sidecars():
             missing = [name for name in names if name not in found]
             if not missing:
                 break
-            request = restore_pb2.LocateRequest(attempt=attempt, files=missing)
+            request = restore_pb2.LocateRequest(attempt=receipts.attempt, files=missing)
             try:
-                found.update(_ask(settings, address, request).files)
+                found.update(_ask(settings, address, request, receipts).files)
             except (PannierError, OSError) as error:
                 _log_unasked(address, error)
         return found
 
-    def survey(self, load: LoadName, names: Sequence[str], others: Collection[str]) -> HostSurvey:
+    def survey(
+        self, load: LoadName, receipts: Receipts, names: Sequence[str], others: Collection[str]
+    ) -> HostSurvey:
         """What is here for a load of several ranks; logs why a sidecar can't be asked.
 
         Args:
+            receipts: of the load's attempt.
             names: of the files that this rank needs.
             others: of those that other ranks may need.
         """
@@ -109,12 +114,12 @@ class HostCopies:
                 checkpoint_id=load.checkpoint_id,
             )
             try:
-                answer = _ask(settings, address, request)
+                answer = _ask(settings, address, request, receipts)
                 held = answer.held
                 if others and load.attempt:
                     del request.files[:]
                     request.files.extend(others)
-                    held |= _ask(settings, address, request, only_names=True).held
+                    held |= _ask(settings, address, request, None).held
             except (PannierError, OSError) as error:
                 _log_unasked(address, error)
                 continue
@@ -185,7 +190,7 @@ def _addresses(settings: Settings) -> list[str]:
 class _Answer:
     files: dict[str, LocalFile] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
-    """Names of files whose blocks can be checked."""
+    """Names of the files that are there."""
     host: Host | None = None
 
 
@@ -197,9 +202,13 @@ def _ask(
     settings: Settings,
     address: str,
     request: restore_pb2.LocateRequest,
-    *,
-    only_names: bool = False,
+    receipts: Receipts | None,
 ) -> _Answer:
+    """What a sidecar has. Raises PannierError, OSError.
+
+    Args:
+        receipts: with which the files are opened; None: only their names are wanted.
+    """
     channel = _channel(settings, address)
     try:
         response = _locate(channel, request)
@@ -209,7 +218,7 @@ def _ask(
     answer = _Answer()
     if response.wire_version != WIRE_VERSION:
         return answer
-    answer.held = {each.file.name for each in response.files if _is_checkable(each)}
+    answer.held = {each.name for each in response.files}
     if response.descriptors:
         answer.host = Host(
             _host_key(address),
@@ -219,17 +228,16 @@ def _ask(
             requires_tls=response.peer_tls,
             certified_name=response.peer_name,
         )
-    if not response.files or only_names:
+    if not response.files or receipts is None:
         return answer
+    # Before the descriptors, whose locks keep the files from being staged into.
+    names = [each.name for each in response.files]
+    committed = receipts.recorded(names, threads=_RECEIPTS_READ)
     path = socket_beside(address, response.descriptors)
     with connect_descriptors(path, digest) as connection:
         fds = fetch_descriptors(connection, response.token, len(response.files))
-    answer.files = _opened(response.files, fds)
+    answer.files = _opened(response.files, committed, fds)
     return answer
-
-
-def _is_checkable(located: restore_pb2.LocatedFile) -> bool:
-    return located.file.size <= BLOCK_BYTES or bool(parse_blocks(located.file))
 
 
 def _host_key(address: str) -> str:
@@ -239,14 +247,22 @@ def _host_key(address: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _opened(located: Sequence[restore_pb2.LocatedFile], fds: list[int]) -> dict[str, LocalFile]:
+def _opened(
+    located: Sequence[restore_pb2.LocatedFile],
+    committed: Mapping[str, records_pb2.DataFile],
+    fds: Sequence[int],
+) -> dict[str, LocalFile]:
     """The files; closes the descriptors of those that can't be checked."""
     found = {}
     for each, fd in zip(located, fds, strict=True):
+        # Without an entry in a receipt, as in one without checksums.
+        record = committed.get(each.name) or records_pb2.DataFile(name=each.name, size=each.size)
         try:
-            found[each.file.name] = LocalFile(each, fd)
+            found[each.name] = LocalFile(each, record, fd)
         except IntegrityError as error:
-            _log.info("%s is read from storage: %s", each.file.name, error)
+            _log.warning(
+                "%s is read from storage, not from this host's spool: %s", each.name, error
+            )
     return found
 
 

@@ -59,18 +59,22 @@ class LoadSharing:
         self._survey = HostSurvey()
         self._load = LoadName("", "", "", 0)
 
-    def locate(self, attempt: str, names: Sequence[str]) -> Mapping[str, LocalFile]:
-        """The files of an attempt that are in this host's spool, for a load of one rank."""
-        return self._copies.locate(attempt, names)
+    def locate(self, receipts: Receipts, names: Sequence[str]) -> Mapping[str, LocalFile]:
+        """The files of the receipts' attempt that are in this host's spool, for a load of one rank."""
+        return self._copies.locate(receipts, names)
 
-    def survey(self, load: LoadName, metadata: Metadata, items: Sequence[ReadItem]) -> RankNeeds:
+    def survey(
+        self, load: LoadName, receipts: Receipts, metadata: Metadata, items: Sequence[ReadItem]
+    ) -> RankNeeds:
         """What this rank needs of files that aren't in its own spool, and what others may read here."""
         self._load = load
         spans = _needed(metadata, items, load.checkpoint_id)
         others = {
             str(getattr(each, "relative_path", "")) for each in metadata.storage_data.values()
         }
-        survey = self._survey = self._copies.survey(load, sorted(spans), others - spans.keys())
+        survey = self._survey = self._copies.survey(
+            load, receipts, sorted(spans), others - spans.keys()
+        )
         return RankNeeds(
             load.rank,
             survey.host,
@@ -94,12 +98,10 @@ class LoadSharing:
         """The rank's files in its own spool, after :meth:`survey`."""
         return self._survey.files
 
-    def plan(
-        self, directory: StorageDir, attempt: str, needs: Sequence[RankNeeds]
-    ) -> list[RankPlan | None]:
+    def plan(self, receipts: Receipts, needs: Sequence[RankNeeds]) -> list[RankPlan | None]:
         """Each rank's plan, in the order of ``needs``; None: it takes nothing through sidecars."""
         names = sorted(shared_candidates(needs))
-        records = {} if not names else _records(directory, attempt, names)
+        records = {} if not names else _records(receipts, names)
         return plan_restore(needs, records)
 
     def close(self) -> None:
@@ -132,13 +134,11 @@ def _needed(
     return found
 
 
-def _records(
-    directory: StorageDir, attempt: str, names: Sequence[str]
-) -> dict[str, records_pb2.DataFile]:
+def _records(receipts: Receipts, names: Sequence[str]) -> dict[str, records_pb2.DataFile]:
     """The files' records: from the receipts, else their sizes in storage; without those that have neither."""
-    found = Receipts(directory, attempt).recorded(names, threads=_THREADS) if attempt else {}
+    found = receipts.recorded(names, threads=_THREADS)
     missing = [name for name in names if name not in found]
-    sizes = in_parallel(lambda name: _size(directory, name), missing, threads=_THREADS)
+    sizes = in_parallel(lambda name: _size(receipts.directory, name), missing, threads=_THREADS)
     for name, size in zip(missing, sizes, strict=True):
         if size is not None:
             found[name] = records_pb2.DataFile(name=name, size=size)

@@ -1,6 +1,6 @@
 """A data file in this host's spool, as a load reads it: every byte checked before it is used.
 
-In: a descriptor of the spool file, and the file's receipt. Out: bytes, or an error when they are not those
+In: a descriptor of the spool file, and the file's entry in the committed receipt. Out: bytes, or an error when they are not those
 that were saved. A trainer may stage another save into the file at any time, after it has changed its stamp,
 and other processes aren't trusted: so the checksum of a block is computed from the very bytes that are
 delivered. If most of a block is wanted, it is read straight into the caller's memory; if only a small part
@@ -110,24 +110,32 @@ class BlockCache:
 class LocalFile:
     """See the module. Owns the descriptor, which is closed with it.
 
-    Raises IntegrityError: its receipt has no checksums of blocks, and it is longer than one.
+    Args:
+        located: where the sidecar has it. The sidecar may have other bytes than were committed.
+        committed: as in the receipt that storage has.
+
+    Raises IntegrityError: the receipt has another size, or no checksums that its blocks can be compared with.
     """
 
-    def __init__(self, located: restore_pb2.LocatedFile, fd: int) -> None:
+    def __init__(
+        self, located: restore_pb2.LocatedFile, committed: records_pb2.DataFile, fd: int
+    ) -> None:
         self._fd = fd
         self._close = weakref.finalize(self, os.close, fd)
         _all_files.add(self)
-        self._file: records_pb2.DataFile = located.file
+        self._file = committed
         self._stamp = located.stamp
         self._stamp_offset = located.stamp_offset
-        self._sums = parse_blocks(located.file)
-        self._block_bytes = located.file.block_bytes
+        if located.size != committed.size:
+            raise IntegrityError(
+                f"it has {located.size} bytes in the spool, {committed.size} by its receipt"
+            )
+        self._sums = parse_blocks(committed)
+        self._block_bytes = committed.block_bytes
         if not self._sums:
-            if located.file.size > BLOCK_BYTES:
-                raise IntegrityError(
-                    f"the receipt of {located.file.name} has no checksums of blocks"
-                )
-            self._sums, self._block_bytes = (located.file.crc32c,), max(1, located.file.size)
+            if committed.size > BLOCK_BYTES or not committed.HasField("crc32c"):
+                raise IntegrityError("the receipts of its attempt have no checksums of its blocks")
+            self._sums, self._block_bytes = (committed.crc32c,), max(1, committed.size)
 
     def read_parts(self, parts: Sequence[Part], cache: BlockCache) -> None:
         """Fills the targets with the file's bytes; the parts are in the order of their offsets.

@@ -69,15 +69,15 @@ class Sharing(Protocol):
     def local_files(self) -> Mapping[str, LocalFile]:
         """The rank's files in this host's spool, after :meth:`survey`."""
 
-    def locate(self, attempt: str, names: Sequence[str]) -> Mapping[str, LocalFile]:
-        """The files of an attempt that are in this host's spool, for a load of one rank."""
+    def locate(self, receipts: Any, names: Sequence[str]) -> Mapping[str, LocalFile]:
+        """The files of the receipts' attempt that are in this host's spool, for a load of one rank."""
 
-    def survey(self, load: LoadName, metadata: Metadata, items: Sequence[ReadItem]) -> RankNeeds:
+    def survey(
+        self, load: LoadName, receipts: Any, metadata: Metadata, items: Sequence[ReadItem]
+    ) -> RankNeeds:
         """What the rank needs and has for others."""
 
-    def plan(
-        self, directory: Any, attempt: str, needs: Sequence[RankNeeds]
-    ) -> list[RankPlan | None]:
+    def plan(self, receipts: Any, needs: Sequence[RankNeeds]) -> list[RankPlan | None]:
         """Each rank's plan, in the order of ``needs``; None: it takes nothing through sidecars."""
 
     def open_blocks(self, plan: RankPlan, progress: LoadProgress) -> BlockReader | None:

@@ -197,7 +197,7 @@ class HeldReplica:
 
     def local_files(self, released: dict[str, SpoolFile]) -> list[LocalFile]:
         """Its files as those of a local copy."""
-        return [LocalFile(each, released[each.name], b"") for each in self.final_receipt.files]
+        return [LocalFile(each.name, each.size, released[each.name], b"") for each in self.files]
 
     def report(self, *, brief: bool) -> coordinator_pb2.HeldReplica:
         """For the coordinator; ``brief``: it knows the ranks of the save."""

@@ -245,7 +245,8 @@ class HostBlocks:
             wire_version=WIRE_VERSION,
         )
         sources: list[BlockSource] = []
-        for holder in load.hosts(request.holders):
+        # A spool's bytes are only used where the committed receipt can refute them.
+        for holder in load.hosts(request.holders if expected is not None else []):
             if self._peers.is_usable(holder):
                 in_spool = restore_pb2.ReadBlockRequest()
                 in_spool.CopyFrom(wanted)
@@ -266,8 +267,11 @@ class HostBlocks:
     def read_spool(
         self, request: restore_pb2.ReadBlockRequest
     ) -> AsyncGenerator[bytes, None] | None:
-        """A block of a local copy, in pieces; None: its file isn't here. Raises InvalidRequestError."""
-        if self.copies.find(request.attempt, request.file) is None:
+        """A block of a local copy, in pieces; None: its file isn't here, or the reader has no checksum of it.
+
+        Raises InvalidRequestError.
+        """
+        if not self._is_in_spool(request):
             return None
         return self._in_spool(
             request, *block_bounds(request.file, request.file_size, request.block)
@@ -298,6 +302,11 @@ class HostBlocks:
         self._known.pop(load, None)
         self._known[load] = time.monotonic()
 
+    def _is_in_spool(self, request: restore_pb2.ReadBlockRequest) -> bool:
+        """Whether a local copy has the file, and its bytes can be compared with the committed receipt."""
+        copy = self.copies.find(request.attempt, request.file)
+        return copy is not None and request.HasField("crc32c")
+
     def _in_spool(
         self, request: restore_pb2.ReadBlockRequest, offset: int, size: int
     ) -> SpoolBlock:
@@ -313,7 +322,7 @@ class HostBlocks:
         reader: str,
     ) -> BlockRequest:
         own: list[BlockSource] = []
-        if self.copies.find(request.attempt, request.file) is not None:
+        if self._is_in_spool(request):
             own.append(self._in_spool(request, offset, size))
         stored = StoredBlock(self._stored, request.checkpoint_id, request.file, offset, size)
         sources = [*own, *peers, stored]

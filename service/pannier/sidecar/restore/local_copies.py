@@ -1,8 +1,9 @@
 """Local copies: the data files of the newest committed save of each group, which stay in the spool.
 
 In: ranks whose save was committed, or that the journal recorded so; requests of loads. Out: which files
-are here, with the checksums of their receipts, and descriptors opened read-only. A copy ends when a
-newer save of its group is committed, when its room is needed, when its job has had no trainer for a
+are here, and descriptors opened read-only. Copies have no checksums: a replica, or a spool file that was
+changed after its upload, may differ from what was committed, so readers compare the bytes with the committed
+receipt. A copy ends when a newer save of its group is committed, when its room is needed, when its job has had no trainer for a
 while, or when a trainer stages another save into its files, which their stamps show. On the event loop;
 files are opened and read in threads.
 """
@@ -24,7 +25,7 @@ from pannier.sidecar.spool.journal_state import JournalState, Recorded
 from pannier.sidecar.spool.mapped_files import TOKEN_BYTES, MappedFiles, close_all, open_for_reading
 from pannier.sidecar.spool.spool import SpoolFile
 from pannier.storage.io_threads import reservation_threads, spool_threads
-from pannier.v1 import coordinator_pb2, records_pb2, restore_pb2, save_pb2, status_pb2
+from pannier.v1 import coordinator_pb2, restore_pb2, save_pb2, status_pb2
 from pannier.wire.object_names import Attempt, is_unnamed
 
 _log = logging.getLogger(__name__)
@@ -43,8 +44,10 @@ _FULL: Final = "the spool is full"
 class LocalFile:
     """A data file that is in storage, and still in its spool file."""
 
-    file: records_pb2.DataFile
-    """Its name, size and checksums, as in the receipt."""
+    name: str
+    """Relative to the checkpoint id."""
+    size: int
+    """Bytes."""
     spool_file: SpoolFile
     stamp: bytes
     """Of the spool file while it has this content; empty: no trainer maps it."""
@@ -81,7 +84,7 @@ class LocalCopy:
     @property
     def size(self) -> int:
         """Bytes of its files."""
-        return sum(each.file.size for each in self.files.values())
+        return sum(each.size for each in self.files.values())
 
     @property
     def room(self) -> int:
@@ -194,7 +197,7 @@ class LocalCopies:
         copy = next((each for each in self._copies if each.attempt == attempt), None)
         copy = copy or LocalCopy(save, checkpoint_id, attempt, ended_at)
         copy.recorded.append(recorded)
-        added = {each.file.name: each for each in files}
+        added = {each.name: each for each in files}
         copy.files.update(added)
         for each in added.values():
             self._mapped.keep(each.spool_file)
@@ -288,7 +291,7 @@ class LocalCopies:
                 del self._offers[token]
         for copy in list(self._copies):
             problems = await spool_threads.run(_problems, list(copy.files.values()))
-            await self._lose(copy, {each.file.name: why for each, why in problems.items()})
+            await self._lose(copy, {each.name: why for each, why in problems.items()})
 
     async def close(self) -> None:
         """Ends all copies."""
@@ -312,7 +315,10 @@ class LocalCopies:
         return restore_pb2.LocateResponse(
             files=[
                 restore_pb2.LocatedFile(
-                    file=each.file, stamp=each.stamp, stamp_offset=each.spool_file.stageable
+                    name=each.name,
+                    size=each.size,
+                    stamp=each.stamp,
+                    stamp_offset=each.spool_file.stageable,
                 )
                 for each in found
             ],
@@ -361,11 +367,11 @@ class LocalCopies:
         if lost:
             close_all(descriptors)
             return []
-        self.served += sum(each.file.size for each in files)
+        self.served += sum(each.size for each in files)
         return descriptors
 
     def _has(self, file: LocalFile) -> bool:
-        return any(copy.files.get(file.file.name) is file for copy in self._copies)
+        return any(copy.files.get(file.name) is file for copy in self._copies)
 
     def _is_free(self, copy: LocalCopy) -> bool:
         return not any(map(self._is_mapped, copy.files.values()))
@@ -391,7 +397,7 @@ class LocalCopies:
         lost = [each for name in problems if (each := copy.files.pop(name, None)) is not None]
         if not lost:
             return
-        reasons = Counter(problems[each.file.name] for each in lost)
+        reasons = Counter(problems[each.name] for each in lost)
         for why, count in reasons.items():
             _log.log(
                 logging.INFO if why in (_RESTAGED, _FULL) else logging.WARNING,
@@ -399,7 +405,7 @@ class LocalCopies:
                 *(copy.checkpoint_id, count, why),
                 extra={"job": copy.save.job, "checkpoint": copy.checkpoint_id},
             )
-            size = sum(each.file.size for each in lost if problems[each.file.name] == why)
+            size = sum(each.size for each in lost if problems[each.name] == why)
             self._note(copy, size, why)
         for each in lost:
             await self._mapped.drop(each.spool_file)

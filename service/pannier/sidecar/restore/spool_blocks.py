@@ -1,6 +1,7 @@
 """Blocks of local copies in this host's spool, read for peers, and for ranks that can't open the files.
 
-In: an attempt and a data file. Out: bytes, in pieces; not checked, since their reader has the receipt. A
+In: an attempt and a data file. Out: bytes, in pieces; not checked: only readers with the checksum of the
+committed receipt get them. A
 trainer may stage something else there meanwhile: the file's stamp is compared before and after. The
 descriptor's lock keeps the file from another owner. On the event loop, with reads in threads.
 """
@@ -49,7 +50,7 @@ class SpoolBlock:
     async def pieces(self) -> AsyncGenerator[bytes, None]:
         """The block's bytes. Raises NotFoundError, IntegrityError, StorageError."""
         file = self._copies.find(self._attempt, self._name)
-        if file is None or self._offset + self._size > file.file.size:
+        if file is None or self._offset + self._size > file.size:
             raise NotFoundError(f"{self._name} isn't in the spool of {self.host}")
         try:
             (descriptor,) = await block_threads.run(

@@ -147,7 +147,9 @@ async def _add_copy(
 ) -> Collection[str]:
     """Makes the files that are still here of a committed save's rank a local copy; returns their names."""
     files = {
-        file.name: LocalFile(file, spool_files[file.name], state.files[file.name].stamp)
+        file.name: LocalFile(
+            file.name, file.size, spool_files[file.name], state.files[file.name].stamp
+        )
         for file in (state.receipt.files if state.receipt is not None else ())
         if file.name in spool_files
     }

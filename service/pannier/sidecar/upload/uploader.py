@@ -279,10 +279,9 @@ class Uploader:
         committed = outcome is not None and outcome.state == save_pb2.SAVE_STATE_COMMITTED
         if not committed or rank.receipt is None:
             return False
-        receipt = rank.complete_receipt()
         files = [
-            LocalFile(each, spool_file, rank.files[each.name].stamp)
-            for each in receipt.files
+            LocalFile(each.name, each.size, spool_file, rank.files[each.name].stamp)
+            for each in rank.receipt.files
             if (spool_file := released.get(each.name)) is not None
         ]
         if not files:
@@ -329,7 +328,11 @@ class Uploader:
         for key in keys:
             fault_points.point("sidecar.deletion.before")
             try:
-                await self._store(rank).delete(key)
+                store = self._store(rank)
+                await store.delete(key)
+                # Of this sidecar, when it was killed.
+                for item in await store.list_unfinished_of(key):
+                    await store.discard(item)
             except PannierError as error:
                 _log.error(
                     "%s was aborted, but its object %s can't be deleted and stays: %s",
