@@ -350,10 +350,10 @@ class _Agreement:
     def join(self, hosts: RankHosts, *, description: str, timeout_s: float) -> str:
         """The id of the start."""
         store = GroupStore(self._store, hosts, description=description, timeout_s=timeout_s)
-        waiting_for = ""
+        awaited: dict[str, Any] = {}
+        """The claim whose confirmation is awaited."""
 
         def agree(store: StoreCall) -> str | None:
-            nonlocal waiting_for
             claim = store.claim(_CLAIM, self._claim)
             if self._is_over(claim):
                 store.claim(_CLAIM, self._claim, instead_of=claim)
@@ -361,7 +361,7 @@ class _Agreement:
             if claim["id"] == self._claim["id"]:
                 self._confirm()
                 return str(claim["id"])
-            waiting_for = f"rank {claim['rank']} (host {claim['host']})"
+            awaited.update(claim)
             ticket = store.count(_asked(claim["id"]), 1)
 
             def is_confirmed() -> bool | None:
@@ -378,15 +378,17 @@ class _Agreement:
             return None
 
         deadline_s = time.monotonic() + timeout_s
-        text = "to confirm this start of the job"
-        with wait_log.logged(description, lambda: f"{waiting_for} {text}" if waiting_for else None):
+
+        def reason() -> str | None:
+            if not awaited:
+                return None
+            rank, host = awaited["rank"], awaited["host"]
+            return f"rank {rank} (host {host}) to confirm this start of the job"
+
+        with wait_log.logged(description, reason):
             while (found := store.run(agree)) is None:
                 if time.monotonic() >= deadline_s:
-                    raise StartError(
-                        f"{description}: after {timeout_s:g} s still waiting for {waiting_for} {text}: that rank "
-                        "was the first to save or load, or did so in an earlier start and hasn't in this one; is "
-                        "it stopped or busy?"
-                    )
+                    raise _unconfirmed(f"{description}: after {timeout_s:g} s", awaited, reason())
         self._joined_by[found] = self._token
         return found
 
@@ -411,6 +413,20 @@ class _Agreement:
                     self._store, self._claim["id"], self._size - 1, self._is_current
                 )
                 self._confirming.start()
+
+
+def _unconfirmed(text: str, claim: Mapping[str, Any], reason: str | None) -> StartError:
+    message = (
+        f"{text} still waiting for {reason}: it was the first rank to save or load, or was so in an earlier "
+        "start and hasn't called in this one; is it stopped or busy?"
+    )
+    failure = save_pb2.Failure(
+        rank=claim.get("rank", 0),
+        host=claim.get("host", ""),
+        kind=save_pb2.FAILURE_KIND_DEADLINE,
+        message=message,
+    )
+    return StartError(message, [failure])
 
 
 class _Confirming:

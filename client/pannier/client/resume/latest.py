@@ -51,7 +51,7 @@ def latest(
 
     The group's first rank looks it up and the others get its answer through the
     group's store, so that all ranks load the same. No collective: a rank that
-    calls alone waits at most ``timeout``, the first rank never. The n-th call of
+    calls alone waits at most ``timeout``, and the first rank for no other's call. The n-th call of
     each rank of a group belongs together; for one rank alone, use ``no_dist``.
 
     With ``include="ingested"`` it first waits for saves that are newer than that and not committed yet:
@@ -75,7 +75,8 @@ def latest(
         PannierError: an earlier save failed and its error was not retrieved.
         StorageError: the root can't be read; on all ranks.
         DeadlineError: the first rank hasn't answered in time.
-        LoadError: the process group's store, which rank 0 or its launcher serves, doesn't answer.
+        LoadError: the process group's store, which rank 0 or its launcher serves, doesn't answer, or the
+            first rank to save or load doesn't confirm the job's start.
         InvalidRequestError: ranks gave different roots or patterns; the pattern can't be used.
         IntegrityError: the decision of the newest save is damaged, so that its order isn't known.
     """
