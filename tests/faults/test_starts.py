@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from pannier.wire import object_names
@@ -39,7 +40,9 @@ from pannier.common import timeouts
 
 logging.basicConfig(level=logging.INFO)
 timeouts.WAIT_WARNING_OTHERS_S = 0.5
-dist.init_process_group("gloo")
+# Served by none of the ranks, as torchrun's.
+store = dist.TCPStore("127.0.0.1", int(os.environ["STORE"]), is_master=False, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=RANK, world_size=3)
 state = {"w": torch.full((6,), 1.0), f"own.{RANK}": torch.ones(3)}
 
 def load(number):
@@ -88,7 +91,10 @@ def test_a_first_rank_that_stands_still_at_its_first_call_splits_no_job(
     os.mkfifo(go / "pipe")
     state = {"w": torch.zeros(6), **{f"own.{rank}": torch.ones(3) for rank in range(3)}}
     dcp.save(state, checkpoint_id=root / "step-0", no_dist=True)
-    environment = daemons.env(ROOT=str(root), GO=str(go), STANDS=stands, FIRST=first)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = daemons.env(
+        ROOT=str(root), GO=str(go), STORE=str(store.port), STANDS=stands, FIRST=first
+    )
     with start_ranks(TRAINER, 3, environment, torchrun=False) as ranks:
         ranks.wait_for("STARTED")
         if stands == "stopped":
