@@ -240,7 +240,7 @@ class Cast:
                     timeout_s=_TIMEOUT_S,
                     save_timeout_s=_TIMEOUT_S,
                     claim=sidecar_pb2.CachedPlanClaim(
-                        plan_id=played.given.plan_id, digest=played.digest, timeout_s=_TIMEOUT_S
+                        part=played.given.part, digest=played.digest, timeout_s=_TIMEOUT_S
                     ),
                 )
                 for played in sidecar.ranks

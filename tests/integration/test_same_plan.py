@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parent / "ranks" / "same_plan.py"
 STEPS = range(1, 12)
 THROUGH_TORCH = 5
 """Saved by ``dcp.save`` with our writer."""
-ASKS = {3: ([], ["Plan"]), 7: (["Plan"], ["Plan"]), 9: (["Plan"], ["Plan"])}
+ASKS = {3: ([], ["Plan"]), **{step: (["Plan"], ["Plan"]) for step in (7, 8, 9, 11)}}
 """Per step, what each rank calls from the training loop; else nothing."""
 
 

@@ -8,6 +8,7 @@ switch off).
 
 import concurrent.futures
 import copy
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,7 +88,7 @@ class SaveStatus:
 
     @property
     def state(self) -> str:
-        """``PLANNING``, ``STAGING``, ``INGESTED``, ``UPLOADING``, ``COMMITTED``, ``ABORTED`` or ``IN_DOUBT``."""
+        """``PLANNING``, ``STAGING``, ``INGESTED``, ``UPLOADING``, ``COMMITTED``, ``ABORTED``, ``IN_DOUBT`` or ``SKIPPED``."""
         return save_pb2.SaveState.Name(self.save_state).removeprefix("SAVE_STATE_")
 
     @property
@@ -196,7 +197,9 @@ def _raise(failed: Sequence[Outcome]) -> None:
 
 
 class CommitCallbacks:
-    """Users' functions that run after commits, each in a thread of its own. Thread-safe.
+    """Users' functions that run after commits, each in a thread of its own, in the order of the commits.
+
+    Thread-safe.
 
     Args:
         errors: gets what they raise.
@@ -206,36 +209,40 @@ class CommitCallbacks:
         self._errors = errors
         self._changed = Condition()
         self._running: set[threading.Thread] = set()
-        self._waiting: set[threading.Thread] = set()
-        """Threads of callbacks that wait for the others."""
+        self._last = threading.Event()
+        """Set when the last callback has ended."""
+        self._last.set()
 
     def start(self, callback: Callable[[SaveResult], object], result: SaveResult) -> None:
-        """Calls ``callback`` in a thread, for which an ending interpreter waits."""
-        thread = threading.Thread(
-            target=lambda: self._run(thread, callback, result), name="pannier-commit", daemon=False
-        )
+        """Calls ``callback`` in a thread, for which an ending interpreter waits, after the earlier ones."""
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                before.wait()
+                self._run(thread, callback, result)
+            finally:
+                ended.set()
+
+        thread = threading.Thread(target=run, name="pannier-commit", daemon=False)
         with self._changed:
+            before, self._last = self._last, ended
             self._running.add(thread)
         try:
             thread.start()
         except RuntimeError:  # the interpreter is ending and starts no threads
-            self._run(thread, callback, result)
+            run()
 
     def wait(self, timeout: float | None) -> bool:
         """Waits until no callback runs; False after ``timeout`` seconds.
 
-        A callback that calls this doesn't wait for itself, nor for others that wait here, too.
+        For a callback that calls this, only later ones are left: it doesn't wait for these.
         """
         own = threading.current_thread()
         with self._changed:
-            if own not in self._running:
-                return self._changed.wait_for(lambda: not self._running, timeout)
-            self._waiting.add(own)
-            self._changed.notify_all()
-            try:
-                return self._changed.wait_for(lambda: self._running <= self._waiting, timeout)
-            finally:
-                self._waiting.discard(own)
+            return self._changed.wait_for(
+                lambda: not self._running or own in self._running, timeout
+            )
 
     def _run(
         self,
@@ -369,7 +376,8 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
     def add_commit_callback(self, callback: Callable[[SaveResult], object]) -> None:
         """Calls ``callback`` once with the result when the checkpoint is committed; never if it isn't.
 
-        The callback runs in a thread of its own, at once if the checkpoint is committed already.
+        The callback runs in a thread of its own, at once if the checkpoint is committed already, but after
+        those of earlier commits.
         ``wait_all()`` waits for it, and an ending process waits for one that is running. An exception
         from it doesn't fail the save: it is logged, and the next call on the client raises it as a
         CommitCallbackError. If the process ends before the commit, the callback isn't called: for files
@@ -483,5 +491,9 @@ class Resolver:
 def skipped(save: str, checkpoint_id: str, error: SaveSkippedError) -> SaveHandle:
     """A handle of a save that the user's own ``on_busy="skip"`` ended."""
     handle = SaveHandle(save, checkpoint_id)
-    Resolver(handle).fail(error, quietly=True)
+    resolver = Resolver(handle)
+    resolver.update(
+        lambda status: dataclasses.replace(status, save_state=save_pb2.SAVE_STATE_SKIPPED)
+    )
+    resolver.fail(error, quietly=True)
     return handle

@@ -125,6 +125,10 @@ class World:
             )
         return Group(tuple(ranks), self.rank)
 
+    def lone_group(self) -> Group:
+        """The group of this rank alone."""
+        return Group((self.rank,), self.rank)
+
     def next_number(self, group: Group) -> int:
         """Consumes the number of the group's next save."""
         with self._lock:

@@ -16,13 +16,14 @@ from pannier.client.handle import SaveHandle, skipped
 from pannier.client.identity import Group
 from pannier.client.interrupts import shielded
 from pannier.client.planning import stage_plan
+from pannier.client.planning.local_plan import PlannerRun
 from pannier.client.planning.stage_plan import SaveSpec
 from pannier.client.transport.membership import Membership
 from pannier.client.transport.save_errors import fail_request
 from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.client.user_errors import name_save
-from pannier.v1 import save_pb2, sidecar_pb2
+from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import PannierError, SaveAbortedError, SaveSkippedError
 
@@ -184,3 +185,30 @@ class SaveCall:
         except PannierError as problem:
             if others:
                 _log.warning("%r could not be reported to the other ranks: %s", error, problem)
+
+
+def request_final_plan(
+    sidecar: SidecarClient,
+    context: sidecar_pb2.SaveContext,
+    run: PlannerRun,
+    wait_s: float,
+    save_timeout_s: float,
+    *,
+    prepare: bool = False,
+    storage_wait_s: float = 0.0,
+) -> plan_pb2.FinalPlan:
+    """The final plan for a local plan, once every rank's has arrived.
+
+    Args:
+        storage_wait_s: storage may delay it for so long after that; 0: without limit.
+    """
+    request = sidecar_pb2.PlanRequest(
+        context=context,
+        plan=run.message,
+        digest=run.digest,
+        timeout_s=wait_s,
+        save_timeout_s=save_timeout_s,
+        prepare=prepare,
+        storage_wait_s=storage_wait_s,
+    )
+    return sidecar.plan(request, wait_s).plan

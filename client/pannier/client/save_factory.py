@@ -27,7 +27,7 @@ from pannier.client.planning import stage_plan
 from pannier.client.planning.local_plan import PlannerRun
 from pannier.client.planning.plan_cache import PlanCache
 from pannier.client.process_group import check_single_process, is_alone
-from pannier.client.save_call import SaveCall
+from pannier.client.save_call import SaveCall, request_final_plan
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.in_flight import InFlightSaves
@@ -100,9 +100,14 @@ class SaveFactory:
         exception from ``body`` ends the save on all ranks.
         """
         check_may_wait("a save")
-        member = self.membership(no_dist)
+        member = self._running_job() if no_dist else None
+        if member is not None:
+            # By itself, it would be an incarnation of its own, which isn't ordered among the job's saves.
+            group = member.world.lone_group()
+        else:
+            member = self.membership(no_dist)
+            group = member.world.group(process_group)
         member.check_process()
-        group = member.world.group(process_group)
         while True:
             call = SaveCall(member, group, checkpoint_id)
             try:
@@ -211,7 +216,7 @@ class SaveFactory:
                     raise DeadlineError(f"save {task.status.text} was not planned in time")
                 call.mark_planned()
                 wait_s = min(self.settings.plan_timeout, deadline.remaining())
-                return _request_plan(
+                return request_final_plan(
                     sidecar,
                     context,
                     run,
@@ -268,13 +273,20 @@ class SaveFactory:
             stage_plan.prepare(
                 self._plans,
                 spec,
-                lambda run: _request_plan(
+                lambda run: request_final_plan(
                     sidecar, context, run, timeout_s, timeout_s, prepare=True
                 ),
                 functools.partial(sidecar.arena, pool),
                 pool.release,
                 self.slots.idle,
             )
+
+    def _running_job(self) -> Membership | None:
+        """The membership of all ranks' world, if it is connected; else a lone save would wait for other ranks."""
+        with self._lock:
+            member = self._memberships.get(False)
+        is_running = member is not None and member.is_connected and member.world.is_current()
+        return member if is_running else None
 
     def membership(self, no_dist: bool) -> Membership:
         """The membership of this process alone, or that of all ranks' world."""
@@ -420,33 +432,6 @@ class SaveFactory:
         # A copy: another thread may add to it.
         for member in list(members):
             member.close(lambda sidecar: not self.saves.need(sidecar), announce=announce)
-
-
-def _request_plan(
-    sidecar: SidecarClient,
-    context: sidecar_pb2.SaveContext,
-    run: PlannerRun,
-    wait_s: float,
-    save_timeout_s: float,
-    *,
-    prepare: bool = False,
-    storage_wait_s: float = 0.0,
-) -> plan_pb2.FinalPlan:
-    """The final plan for a local plan, once every rank's has arrived.
-
-    Args:
-        storage_wait_s: storage may delay it for so long after that; 0: without limit.
-    """
-    request = sidecar_pb2.PlanRequest(
-        context=context,
-        plan=run.message,
-        digest=run.digest,
-        timeout_s=wait_s,
-        save_timeout_s=save_timeout_s,
-        prepare=prepare,
-        storage_wait_s=storage_wait_s,
-    )
-    return sidecar.plan(request, wait_s).plan
 
 
 # The process's default factory.

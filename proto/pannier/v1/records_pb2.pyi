@@ -19,7 +19,7 @@ OUTCOME_COMMIT: Outcome
 OUTCOME_ABORT: Outcome
 
 class IncarnationRecord(_message.Message):
-    __slots__ = ("number", "job", "incarnation", "created_at", "host", "apart", "launch")
+    __slots__ = ("number", "job", "incarnation", "created_at", "host", "apart", "launch", "term", "beside")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,8 @@ class IncarnationRecord(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     APART_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    BESIDE_FIELD_NUMBER: _ClassVar[int]
     number: int
     job: str
     incarnation: str
@@ -34,7 +36,9 @@ class IncarnationRecord(_message.Message):
     host: str
     apart: bool
     launch: str
-    def __init__(self, number: _Optional[int] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., created_at: _Optional[float] = ..., host: _Optional[str] = ..., apart: bool = ..., launch: _Optional[str] = ...) -> None: ...
+    term: int
+    beside: int
+    def __init__(self, number: _Optional[int] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., created_at: _Optional[float] = ..., host: _Optional[str] = ..., apart: bool = ..., launch: _Optional[str] = ..., term: _Optional[int] = ..., beside: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("rank", "host", "digest")
@@ -47,7 +51,7 @@ class Member(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class PlanManifest(_message.Message):
-    __slots__ = ("save", "attempt", "checkpoint_id", "incarnation_number", "members", "metadata", "owner", "position", "external", "body_size", "crc32c", "overwrite", "timeout_s", "unused")
+    __slots__ = ("save", "attempt", "checkpoint_id", "incarnation_number", "members", "metadata", "owner", "position", "external", "body_size", "crc32c", "overwrite", "timeout_s", "unused", "ordinal")
     SAVE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +66,7 @@ class PlanManifest(_message.Message):
     OVERWRITE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     UNUSED_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
     save: _save_pb2.SaveId
     attempt: str
     checkpoint_id: str
@@ -76,7 +81,8 @@ class PlanManifest(_message.Message):
     overwrite: _save_pb2.Overwrite
     timeout_s: float
     unused: UnusedItems
-    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[bytes] = ..., position: _Optional[bytes] = ..., external: bool = ..., body_size: _Optional[int] = ..., crc32c: _Optional[int] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., timeout_s: _Optional[float] = ..., unused: _Optional[_Union[UnusedItems, _Mapping]] = ...) -> None: ...
+    ordinal: int
+    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[bytes] = ..., position: _Optional[bytes] = ..., external: bool = ..., body_size: _Optional[int] = ..., crc32c: _Optional[int] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., timeout_s: _Optional[float] = ..., unused: _Optional[_Union[UnusedItems, _Mapping]] = ..., ordinal: _Optional[int] = ...) -> None: ...
 
 class UnusedItems(_message.Message):
     __slots__ = ("owner", "position", "placement")
@@ -158,7 +164,7 @@ class Receipt(_message.Message):
     def __init__(self, attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., files: _Optional[_Iterable[_Union[DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[VaryingItem, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., extra_files: _Optional[_Iterable[_Union[ExtraFile, _Mapping]]] = ..., part: _Optional[str] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("outcome", "save", "attempt", "incarnation_number", "plan_id", "metadata_size", "metadata_crc32c", "failures", "decided_by", "decided_at", "metrics", "overwrite", "extra_files")
+    __slots__ = ("outcome", "save", "attempt", "incarnation_number", "plan_id", "metadata_size", "metadata_crc32c", "failures", "decided_by", "decided_at", "metrics", "overwrite", "extra_files", "ordinal")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +185,7 @@ class Decision(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     OVERWRITE_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FILES_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     save: _save_pb2.SaveId
     attempt: str
@@ -192,7 +199,8 @@ class Decision(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     overwrite: _save_pb2.Overwrite
     extra_files: _containers.RepeatedCompositeFieldContainer[ExtraFile]
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., plan_id: _Optional[str] = ..., metadata_size: _Optional[int] = ..., metadata_crc32c: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[_save_pb2.Failure, _Mapping]]] = ..., decided_by: _Optional[str] = ..., decided_at: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., extra_files: _Optional[_Iterable[_Union[ExtraFile, _Mapping]]] = ...) -> None: ...
+    ordinal: int
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., plan_id: _Optional[str] = ..., metadata_size: _Optional[int] = ..., metadata_crc32c: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[_save_pb2.Failure, _Mapping]]] = ..., decided_by: _Optional[str] = ..., decided_at: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., extra_files: _Optional[_Iterable[_Union[ExtraFile, _Mapping]]] = ..., ordinal: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("attempt", "host", "pid", "holder", "renew_s", "renewals")

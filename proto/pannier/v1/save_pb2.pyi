@@ -18,6 +18,7 @@ class SaveState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SAVE_STATE_ABORTED: _ClassVar[SaveState]
     SAVE_STATE_IN_DOUBT: _ClassVar[SaveState]
     SAVE_STATE_PREPARED: _ClassVar[SaveState]
+    SAVE_STATE_SKIPPED: _ClassVar[SaveState]
 
 class RankPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -60,6 +61,7 @@ SAVE_STATE_COMMITTED: SaveState
 SAVE_STATE_ABORTED: SaveState
 SAVE_STATE_IN_DOUBT: SaveState
 SAVE_STATE_PREPARED: SaveState
+SAVE_STATE_SKIPPED: SaveState
 RANK_PHASE_UNSPECIFIED: RankPhase
 RANK_PHASE_MISSING: RankPhase
 RANK_PHASE_PLANNED: RankPhase

@@ -9,8 +9,10 @@ import posixpath
 import re
 import secrets
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import total_ordering
 from itertools import pairwise
+from typing import Protocol
 
 from pannier.v1 import save_pb2
 from pannier.wire.errors import IntegrityError, InvalidRequestError
@@ -30,6 +32,7 @@ LARGEST_NUMBER = 10**12 - 1
 _LONGEST_EXTRA = 255
 _RECORD_DIGITS = 12
 _RECORD = re.compile(rf"[0-9]{{{_RECORD_DIGITS}}}")
+_TERM = re.compile(rf"({_RECORD.pattern})-([1-9][0-9]{{0,15}})")
 
 
 def group_name(ranks: Sequence[int]) -> str:
@@ -77,12 +80,27 @@ def save_text(save: save_pb2.SaveId) -> str:
     return f"{save.job}/{save.incarnation}/{save.group}/{save.number}"
 
 
-@dataclass(frozen=True, order=True)
+class AttemptRecord(Protocol):
+    """The manifest or the decision of an attempt."""
+
+    @property
+    def attempt(self) -> str:
+        """Its name."""
+
+    @property
+    def ordinal(self) -> int:
+        """See :attr:`Attempt.ordinal`."""
+
+
+@total_ordering
+@dataclass(frozen=True)
 class Attempt:
     """Identity of an attempt, and its order: a greater one is newer.
 
     The incarnation's random id makes names unique. Its number gives the order; it comes from the
-    root's records, which may be lost.
+    root's records, which may be lost. Within an incarnation the ordinal gives the order, which only the
+    attempt's manifest and decision have: attempts that are compared must come from :meth:`of`, unless
+    they are of one group.
     """
 
     incarnation_number: int
@@ -90,6 +108,17 @@ class Attempt:
     group: str
     incarnation: str
     """Its random id."""
+    ordinal: int = field(default=0, compare=False)
+    """Rises over the attempts of an incarnation, of all its groups, in the order in which its coordinators
+    begin them; for those of one group also with the number. 0: not known, or an earlier version's."""
+
+    def __lt__(self, other: "Attempt") -> bool:
+        return order_key(self) < order_key(other)
+
+    @classmethod
+    def of(cls, record: AttemptRecord) -> "Attempt":
+        """The attempt of a manifest or decision. Raises InvalidRequestError."""
+        return replace(cls.parse(record.attempt), ordinal=record.ordinal)
 
     @property
     def name(self) -> str:
@@ -118,7 +147,9 @@ class Attempt:
         )
 
 
-def order_key(attempt: Attempt, began: float | None = None) -> tuple[float, str, int, str, str]:
+def order_key(
+    attempt: Attempt, began: float | None = None
+) -> tuple[float, str, int, int, str, str]:
     """Sort key of an attempt among others; a greater one is newer.
 
     Args:
@@ -129,8 +160,8 @@ def order_key(attempt: Attempt, began: float | None = None) -> tuple[float, str,
     """
     if began is None:
         number = attempt.incarnation_number
-        return number, "", attempt.number, attempt.group, attempt.incarnation
-    return began, attempt.incarnation, attempt.number, attempt.group, ""
+        return number, "", attempt.ordinal, attempt.number, attempt.group, attempt.incarnation
+    return began, attempt.incarnation, attempt.ordinal, attempt.number, attempt.group, ""
 
 
 def unnamed_job() -> str:
@@ -350,6 +381,17 @@ def incarnation_number(key: str) -> int:
     """Inverse of :func:`incarnation_record`, also of its last component; 0 for anything else."""
     name = key.removeprefix(incarnations_prefix())
     return int(name) if _RECORD.fullmatch(name) else 0
+
+
+def term_record(number: int, term: int) -> str:
+    """The record of a term: a coordinator that orders attempts of the incarnation with this number."""
+    return f"{incarnation_record(number)}-{term}"
+
+
+def term_of(key: str) -> tuple[int, int]:
+    """Inverse of :func:`term_record`; zeros for anything else."""
+    match = _TERM.fullmatch(key.removeprefix(incarnations_prefix()))
+    return (int(match[1]), int(match[2])) if match is not None else (0, 0)
 
 
 def split_checkpoint_id(checkpoint_id: str) -> tuple[str, str]:

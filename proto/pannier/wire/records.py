@@ -49,6 +49,23 @@ def parse_decision(
     return decision
 
 
+def parse_manifest(data: bytes, attempt: str, where: str) -> records_pb2.PlanManifest:
+    """The manifest of an attempt.
+
+    Args:
+        where: the object's name, for errors.
+
+    Raises IntegrityError when it is damaged, or another attempt's.
+    """
+    try:
+        manifest = records_pb2.PlanManifest.FromString(data)
+    except DecodeError as error:
+        raise IntegrityError(f"{where} is damaged: {error}") from error
+    if manifest.attempt != attempt:
+        raise IntegrityError(f"{where} is of attempt {manifest.attempt!r}")
+    return manifest
+
+
 def parse_receipt(data: bytes, attempt: str, rank: int, where: str) -> records_pb2.Receipt:
     """The receipt of a rank in an attempt.
 
@@ -79,8 +96,8 @@ def match(
     decisions: Mapping[str, records_pb2.Decision], size: int, checksum: int
 ) -> records_pb2.Decision | None:
     """The newest COMMIT whose ``.metadata`` has this size and checksum."""
-    fitting = [name for name, decision in decisions.items() if fits(decision, size, checksum)]
-    return decisions[max(fitting, key=object_names.Attempt.parse)] if fitting else None
+    fitting = [decision for decision in decisions.values() if fits(decision, size, checksum)]
+    return max(fitting, key=object_names.Attempt.of, default=None)
 
 
 def describe_safetensors(names: Iterable[str]) -> str | None:

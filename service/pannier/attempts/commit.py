@@ -14,7 +14,6 @@ from pannier.attempts.delete_attempt import remove_attempt
 from pannier.attempts.metadata_refs import referenced_files
 from pannier.attempts.metadata_swap import (
     check_free,
-    clash_of_groups,
     find_newer,
     install,
     publish_candidate,
@@ -82,8 +81,6 @@ async def check_commit(
 ) -> None:
     """Raises the error that forbids the COMMIT of an attempt, as :func:`prepare_commit`; writes nothing."""
     newer = await find_newer(store, attempt)
-    if clash := clash_of_groups(newer, attempt.name):
-        raise SupersededError(f"{store.url} {clash}")
     if newer is not None:
         raise SupersededError(f"a newer save, {newer.name}, was committed to {store.url} meanwhile")
     await check_free(store, save=save, attempt=attempt.name, overwrite=overwrite)

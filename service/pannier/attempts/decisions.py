@@ -51,6 +51,7 @@ def new_decision(
         save=save,
         attempt=attempt.name,
         incarnation_number=attempt.incarnation_number,
+        ordinal=attempt.ordinal,
         plan_id=plan_id,
         metadata_size=len(metadata),
         metadata_crc32c=crc32c.crc32c(metadata) if metadata else 0,

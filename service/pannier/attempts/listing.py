@@ -12,16 +12,20 @@ import posixpath
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import crc32c
 
 from pannier.attempts.decisions import find_committed, read_decisions
+from pannier.attempts.manifests import ManifestRecord
 from pannier.common.locations import CHILDREN, Pattern, has_wildcard, segment_matches
 from pannier.storage import NotFoundError, ObjectInfo, Store
 from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
+
+_NEWEST: Final = 2**64 - 1
 
 
 class CheckpointState(enum.Enum):
@@ -55,6 +59,8 @@ class Checkpoint:
     """Of a committed one, or one that is being removed."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """As its trainers reported; of such a one."""
+    ordinal: int = 0
+    """See :attr:`pannier.wire.object_names.Attempt.ordinal`."""
     began: float | None = None
     """When the attempt's incarnation wrote its first manifest below the root, by the store's clock; Unix
     time, seconds. None: the checkpoint is foreign, or incarnations are ordered by their numbers."""
@@ -67,8 +73,14 @@ class Checkpoint:
         """
         if self.attempt is None:
             return False, (self.time,), self.time, self.name
+        return True, object_names.order_key(self.parsed, self.began), self.time, self.name
+
+    @property
+    def parsed(self) -> object_names.Attempt:
+        """The attempt, which must not be None, with its ordinal."""
+        assert self.attempt is not None
         attempt = object_names.Attempt.parse(self.attempt)
-        return True, object_names.order_key(attempt, self.began), self.time, self.name
+        return dataclasses.replace(attempt, ordinal=self.ordinal)
 
 
 @dataclass
@@ -102,9 +114,7 @@ async def list_checkpoints(store: Store, pattern: Pattern | None = None) -> list
     if pattern is not None and not pattern.one_parent:
         began = _began(directories)
         found = [
-            dataclasses.replace(
-                each, began=began[object_names.Attempt.parse(each.attempt).incarnation]
-            )
+            dataclasses.replace(each, began=began[each.parsed.incarnation])
             if each.attempt is not None
             else each
             for each in found
@@ -197,7 +207,21 @@ async def _classify(store: Store, name: str, directory: _Directory) -> Checkpoin
         newest,
         sum(item.size for item in directory.data if f"__{newest}_" in item.key),
         max(item.modified for item in directory.records[newest]),
+        ordinal=await _read_ordinal(store, name, newest, decisions),
     )
+
+
+async def _read_ordinal(
+    store: Store, name: str, attempt: str, decisions: Mapping[str, records_pb2.Decision]
+) -> int:
+    """The ordinal of an attempt that isn't committed; of one that has none yet, the highest."""
+    if attempt in decisions:
+        return decisions[attempt].ordinal
+    try:
+        data = await store.read(posixpath.join(name, object_names.manifest(attempt)))
+        return ManifestRecord.parse(data).header.ordinal
+    except (NotFoundError, IntegrityError):
+        return _NEWEST
 
 
 async def _without_metadata(store: Store, name: str, directory: _Directory) -> _Directory:
@@ -241,4 +265,5 @@ async def _classify_with_metadata(
         committed.decided_at or metadata.modified,
         committed.save.job,
         dict(committed.metrics),
+        committed.ordinal,
     )

@@ -65,9 +65,7 @@ class _Standing(NamedTuple):
     @property
     def attempt(self) -> object_names.Attempt | None:
         """The attempt of ``.metadata``; None: it is foreign, or there is none."""
-        return (
-            None if self.committed is None else object_names.Attempt.parse(self.committed.attempt)
-        )
+        return None if self.committed is None else object_names.Attempt.of(self.committed)
 
     def is_of(self, decision: records_pb2.Decision) -> bool:
         """Whether ``.metadata`` is what was decided."""
@@ -103,8 +101,6 @@ def _check_replaceable(
 ) -> None:
     committed = stands.committed
     continues = ""
-    if clash := clash_of_groups(stands.attempt, attempt):
-        raise OccupiedError(f"{store.url} {clash}")
     if stands.info is None or stands.removed or overwrite == save_pb2.OVERWRITE_ANY:
         return
     if committed is None:
@@ -121,24 +117,6 @@ def _check_replaceable(
     raise OccupiedError(
         f"{store.url} holds {whose}: save to another checkpoint_id, {continues}or give "
         "overwrite=True to replace it"
-    )
-
-
-def clash_of_groups(standing: object_names.Attempt | None, attempt: str) -> str:
-    """Why the current checkpoint, of another group of the same incarnation, counts as newer; "": it doesn't.
-
-    Args:
-        attempt: that is to replace it; empty: not known.
-    """
-    own = object_names.Attempt.parse(attempt) if attempt else None
-    if standing is None or own is None or standing <= own:
-        return ""
-    if standing.incarnation != own.incarnation or standing.group == own.group:
-        return ""
-    return (
-        f"holds save number {standing.number} of process group {standing.group}, and this is save number "
-        f"{own.number} of process group {own.group}: the higher number counts as newer; give each process "
-        "group checkpoint ids of its own"
     )
 
 
@@ -179,7 +157,7 @@ async def install(store: Store, decision: records_pb2.Decision) -> None:
         OccupiedError: a checkpoint that this attempt may not replace was committed meanwhile;
             the attempt's records are removed.
     """
-    own = object_names.Attempt.parse(decision.attempt)
+    own = object_names.Attempt.of(decision)
     data: bytes | None = None
     wrote = False
     async for _ in contend(_RACES):

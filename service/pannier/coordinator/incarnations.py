@@ -6,10 +6,18 @@ records were lost, the names of the attempts below the root still show which num
 Async.
 """
 
+import asyncio
+import bisect
+import json
+import os
+import socket
 import time
+import uuid
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import Final
 
 from google.protobuf import json_format
 
@@ -20,6 +28,12 @@ from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
+
+_TERM_SHIFT: Final = 22
+"""Bits of an ordinal below its term."""
+_LEFT_FREE: Final = 64
+"""Ordinals that a save leaves free, at most, for earlier saves of its group that begin later."""
+_GROUPS_KEPT: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,8 @@ class Claim:
     """It saves beside the ranks of its job, and is not ordered among the job's incarnations."""
     launch: str = ""
     """Hash that is equal for all starts of the job by its launcher; empty: not known."""
+    term: int = 0
+    """The coordinator's, see :class:`Ordinals`."""
 
     def holds(self, record: records_pb2.IncarnationRecord) -> bool:
         """Whether the record is this incarnation's."""
@@ -56,6 +72,11 @@ class Incarnations:
 
     def __init__(self) -> None:
         self._records: dict[int, records_pb2.IncarnationRecord] = {}
+        self._terms: dict[int, int] = {}
+        """The last term that was read, by incarnation number."""
+        self._recorded: dict[int, int] = {}
+        """The last term of this process that is in storage, by incarnation number."""
+        self._terms_lock = asyncio.Lock()
 
     async def number_of(self, root: Store, claim: Claim) -> int:
         """The incarnation's number under this root; the next free one when it has none yet.
@@ -87,10 +108,15 @@ class Incarnations:
                     f"{root.url} has used all numbers of incarnations up to "
                     f"{object_names.LARGEST_NUMBER}; save below another root"
                 )
-            record = await _create(root, number, claim)
-            self._records[number] = record
+            beside = (
+                self._running(claim) if own is None else own if claim.apart and own != number else 0
+            )
+            record, created = await _create(root, number, claim, beside)
+            self._keep(number, record)
+            if created and not beside:
+                self._recorded[number] = claim.term
             if claim.holds(record):
-                return number
+                return record.beside or number
             number += 1
 
     async def find(self, root: Store, claim: Claim) -> int:
@@ -101,15 +127,40 @@ class Incarnations:
         await self._read_new(root)
         return self._find(claim) or (await _shown(root)).get(claim.incarnation, 0)
 
-    async def check_newest(self, root: Store, claim: Claim, number: int) -> None:
+    async def check_newest(
+        self, root: Store, claim: Claim, number: int, *, superseded: bool = False
+    ) -> None:
         """Raises SupersededError when the job has a newer incarnation than ``number``.
 
         Costs one listing. Raises StorageError, IntegrityError.
+
+        Args:
+            superseded: it may have a newer one.
         """
-        if claim.apart:
-            return
         await self._read_new(root)
-        self._check(claim, number, root)
+        if not (claim.apart or superseded):
+            self._check(claim, number, root)
+
+    async def ordinal(
+        self, root: Store, number: int, attempt: object_names.Attempt, own: "Ordinals"
+    ) -> int:
+        """The ordinal of an attempt of the incarnation ``number``, by the last listing.
+
+        Each coordinator orders attempts in a term of its own, of which each root has a record, and takes a
+        higher one once it sees that another has begun: so ordinals also rise over restarts, and where two
+        coordinators take turns.
+
+        Raises StorageError.
+        """
+        async with self._terms_lock:
+            last = self._terms.get(number, 0)
+            if (self._recorded.get(number), last) != (own.term, own.term):
+                if last >= own.term:
+                    own.begin_term(last + 1)
+                while not await _create_term(root, number, own.term):
+                    own.begin_term(own.term + 1)
+                self._terms[number] = self._recorded[number] = own.term
+        return own.of(attempt.group, attempt.number)
 
     def earlier(self, claim: Claim, number: int) -> dict[str, str]:
         """The job's incarnations before ``number``, by id: the job name of each. No I/O."""
@@ -141,18 +192,92 @@ class Incarnations:
     def _find(self, claim: Claim) -> int:
         """The incarnation's number; 0 when it has no record."""
         own = (number for number, each in self._records.items() if claim.holds(each))
-        return max(own, default=0)
+        number = max(own, default=0)
+        return number and (self._records[number].beside or number)
+
+    def _running(self, claim: Claim) -> int:
+        """The number of the job's last incarnation, beside which a claim to save apart is made; 0: none."""
+        found = (
+            number
+            for number, each in self._records.items()
+            if claim.apart and each.job == claim.job and not each.apart
+        )
+        return max(found, default=0)
+
+    def owner(self, number: int, claim: Claim) -> tuple[str, str]:
+        """Job and id of the incarnation with this number, which may not be that of ``claim``."""
+        record = self._records.get(number, claim)
+        return record.job, record.incarnation
 
     async def _read_new(self, root: Store) -> None:
         listed = await root.list(object_names.incarnations_prefix())
         numbers = {object_names.incarnation_number(info.key) for info in listed}
+        for number, term in (object_names.term_of(info.key) for info in listed):
+            self._terms[number] = max(term, self._terms.get(number, 0))
         new = sorted(numbers - self._records.keys() - {0})
         read = await for_each(lambda number: _read(root, number), new)
-        self._records.update(zip(new, read, strict=True))
+        for number, record in zip(new, read, strict=True):
+            self._keep(number, record)
+
+    def _keep(self, number: int, record: records_pb2.IncarnationRecord) -> None:
+        self._records[number] = record
+        self._terms[number] = max(record.term, self._terms.get(number, 0))
 
 
-async def _create(root: Store, number: int, claim: Claim) -> records_pb2.IncarnationRecord:
-    """Creates the record of the number unless there is one; returns the record in storage."""
+class Ordinals:
+    """The ordinals of one incarnation's attempts that this process gives, below all roots.
+
+    Within a group they rise with the save's number, whatever the order in which the attempts begin.
+    The first term is the time, in milliseconds: so it is mostly above those of earlier processes, also below
+    a root that these didn't know, or whose records were lost.
+    """
+
+    def __init__(self) -> None:
+        self._given: OrderedDict[str, list[tuple[int, int]]] = OrderedDict()
+        """By group: numbers of its last attempts, ascending, with their ordinals."""
+        self.begin_term(int(1000 * time.time()))
+
+    def begin_term(self, term: int) -> None:
+        """All ordinals from now on are above those of lower terms."""
+        self.term, self._last = term, term << _TERM_SHIFT
+
+    def of(self, group: str, number: int) -> int:
+        """The ordinal of the group's ``number``-th save; the same each time."""
+        given = self._given.setdefault(group, [])
+        self._given.move_to_end(group)
+        if len(self._given) > _GROUPS_KEPT:
+            self._given.popitem(last=False)
+        later = bisect.bisect_left(given, (number, 0))
+        if later < len(given):
+            # A later save of the group has begun before: some ordinals below its own were left free.
+            end, ordinal = given[later]
+            return ordinal - min(end - number, _LEFT_FREE - 1)
+        before = given[-1][0] if given else 0
+        self._last += min(number - before, _LEFT_FREE)
+        given.append((number, self._last))
+        del given[:-_LEFT_FREE]
+        return self._last
+
+
+async def _create_term(root: Store, number: int, term: int) -> bool:
+    """Creates the record of a term; False: there is one."""
+    content = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "id": uuid.uuid4().hex})
+    key = object_names.term_record(number, term)
+    try:
+        await root.create(key, content.encode())
+    except ConflictError:
+        # Its own, if the answer to its creation was lost.
+        return await root.read(key) == content.encode()
+    return True
+
+
+async def _create(
+    root: Store, number: int, claim: Claim, beside: int
+) -> tuple[records_pb2.IncarnationRecord, bool]:
+    """Creates the record of the number unless there is one.
+
+    Returns the record in storage, and whether this call has created it.
+    """
     record = records_pb2.IncarnationRecord(
         number=number,
         job=claim.job,
@@ -161,6 +286,8 @@ async def _create(root: Store, number: int, claim: Claim) -> records_pb2.Incarna
         host=claim.host,
         apart=claim.apart,
         launch=claim.launch,
+        term=claim.term,
+        beside=beside,
     )
     point("coordinator.incarnation.before")
     try:
@@ -168,9 +295,9 @@ async def _create(root: Store, number: int, claim: Claim) -> records_pb2.Incarna
             object_names.incarnation_record(number), json_format.MessageToJson(record).encode()
         )
     except ConflictError:
-        return await _read(root, number)
+        return await _read(root, number), False
     point("coordinator.incarnation.after")
-    return record
+    return record, True
 
 
 async def _shown(root: Store) -> dict[str, int]:

@@ -5,13 +5,14 @@ probe and the incarnation numbers of each root, each read once. Event loop only.
 """
 
 import asyncio
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from pannier.common import timeouts
 from pannier.common.locations import parse
-from pannier.coordinator.incarnations import Claim, Incarnations
+from pannier.coordinator.incarnations import Claim, Incarnations, Ordinals
 from pannier.storage import (
     Store,
     check_allowed,
@@ -82,6 +83,8 @@ class Stores:
         self._numbers: OrderedDict[tuple[str, str, str], _Shared[int]] = OrderedDict()
         self._incarnations: OrderedDict[str, Incarnations] = OrderedDict()
         """By root."""
+        self._ordinals: OrderedDict[tuple[str, str], Ordinals] = OrderedDict()
+        """By job and incarnation."""
 
     def check(self, checkpoint_id: str) -> None:
         """Raises InvalidRequestError or ConfigurationError unless a save may go there, by its name.
@@ -112,7 +115,8 @@ class Stores:
         """
         save, (root, _) = context.save, object_names.split_checkpoint_id(context.checkpoint_id)
         await self.contact(context)
-        claim = _claim(context)
+        term = self._ordinals_of(save.job, save.incarnation).term
+        claim = dataclasses.replace(_claim(context), term=term)
 
         async def number_of(known: Incarnations, store: Store) -> int:
             # A root that answered an earlier incarnation may be unreachable by now.
@@ -160,27 +164,48 @@ class Stores:
         finally:
             await store.close()
 
-    async def check_newest(
-        self, context: sidecar_pb2.SaveContext, attempt: object_names.Attempt
-    ) -> None:
-        """Raises SupersededError when a newer incarnation of the job has begun, or StorageError.
+    async def begin(
+        self,
+        context: sidecar_pb2.SaveContext,
+        attempt: object_names.Attempt,
+        *,
+        resumed: bool = False,
+    ) -> object_names.Attempt:
+        """The attempt with its ordinal, which orders it among all of its incarnation.
 
-        Reads storage: another coordinator may have given out the newer number.
+        Args:
+            resumed: an attempt of an earlier process, also of an incarnation that isn't the newest any more.
+
+        Raises SupersededError when a newer incarnation of the job has begun, or StorageError.
         """
         root, _ = object_names.split_checkpoint_id(context.checkpoint_id)
         claim, number = _claim(context), attempt.incarnation_number
-        await self._ask(root, lambda known, store: known.check_newest(store, claim, number))
+
+        async def begin(known: Incarnations, store: Store) -> int:
+            # Reads storage: another coordinator may have given out a newer number, or ordinals.
+            await known.check_newest(store, claim, number, superseded=resumed)
+            own = self._ordinals_of(*known.owner(number, claim))
+            return await known.ordinal(store, number, attempt, own)
+
+        return dataclasses.replace(attempt, ordinal=await self._ask(root, begin))
 
     def earlier_incarnations(
         self, context: sidecar_pb2.SaveContext, attempt: object_names.Attempt
     ) -> dict[str, str]:
-        """The job's earlier incarnations below the root, as of the last :meth:`check_newest`.
+        """The job's earlier incarnations below the root, as of the last :meth:`begin`.
 
         Returns the job name of each by its id: each start may have another one.
         """
         root, _ = object_names.split_checkpoint_id(context.checkpoint_id)
         known = self._incarnations.get(root)
         return {} if known is None else known.earlier(_claim(context), attempt.incarnation_number)
+
+    def _ordinals_of(self, job: str, incarnation: str) -> Ordinals:
+        found = self._ordinals.setdefault((job, incarnation), Ordinals())
+        self._ordinals.move_to_end((job, incarnation))
+        while len(self._ordinals) > _KEPT:
+            self._ordinals.popitem(last=False)
+        return found
 
     async def _ask(
         self, root: str, ask: Callable[[Incarnations, Store], Awaitable[_Answer]]

@@ -71,11 +71,11 @@ class RemovalPlan:
     @property
     def pending(self) -> list[str]:
         """Commits that are decided, but whose ``.metadata`` has yet to be written."""
-        standing = self.seen.standing
+        standing, known = self.seen.standing, self.seen.decisions.known
         return [
             name
             for name in self.commits
-            if (standing is None or object_names.Attempt.parse(name) > standing)
+            if (standing is None or object_names.Attempt.of(known[name]) > standing)
             and not self._is_removed(name)
         ]
 
@@ -214,6 +214,9 @@ async def remove_numbering(parent: Store, attempt: str) -> None:
     last = object_names.Attempt.parse(attempt).incarnation_number
     listed = await parent.list()
     for info in listed:
+        number, term = object_names.term_of(info.key)
+        if term:
+            continue  # of the incarnation's record beside it
         number = object_names.incarnation_number(info.key)
         if not 0 < number <= last or info.key != object_names.incarnation_record(number):
             return

@@ -59,7 +59,7 @@ class View:
             for name in self.attempts
             if name in self.decisions.known
             and self.decisions.known[name].outcome == records_pb2.OUTCOME_COMMIT
-            and object_names.Attempt.parse(name) < standing
+            and object_names.Attempt.of(self.decisions.known[name]) < standing
         ]
 
 
@@ -101,7 +101,7 @@ async def view(store: Store, *, data: bool = True) -> View:
             found.decisions.check()
             committed = match(found.decisions.known, metadata.size, checksum)
             if committed is not None:
-                found.standing = object_names.Attempt.parse(committed.attempt)
+                found.standing = object_names.Attempt.of(committed)
     return found
 
 

@@ -218,7 +218,7 @@ async def diagnose_attempt(
             # Another writer has replaced the checkpoint since.
             metadata is not None and metadata.modified > decided
             if standing is None
-            else standing >= object_names.Attempt.parse(attempt)
+            else standing >= object_names.Attempt.of(decision)
         )
         return None if ended else Interrupted(attempt, Found.COMMIT, modified=modified)
     if object_names.is_remains(attempt, {info.key for info in items}):
@@ -324,12 +324,16 @@ def _forbids_commit(error: PannierError, abort: bool) -> bool:
 
 async def _check_commit(store: Store, interrupted: Interrupted) -> None:
     """What :func:`_commit` checks before it writes. Raises the same errors, except ``build``'s."""
-    attempt, manifest = object_names.Attempt.parse(interrupted.attempt), interrupted.manifest
+    manifest = interrupted.manifest
     assert manifest is not None
     await _read_candidate(store, interrupted)
     extra, header = collect(interrupted.receipts), manifest.header
     await check_commit(
-        store, save=header.save, attempt=attempt, overwrite=header.overwrite, extra=extra
+        store,
+        save=header.save,
+        attempt=object_names.Attempt.of(header),
+        overwrite=header.overwrite,
+        extra=extra,
     )
 
 
@@ -339,7 +343,7 @@ async def _check_decided(store: Store, interrupted: Interrupted) -> None:
     if decision is None or await is_removed(store, interrupted.attempt):
         raise RemovedError("it was removed meanwhile")
     # A hold on .metadata prevents its replacement.
-    await find_newer(store, object_names.Attempt.parse(decision.attempt))
+    await find_newer(store, object_names.Attempt.of(decision))
     await check_free(
         store, save=decision.save, attempt=decision.attempt, overwrite=decision.overwrite
     )
@@ -348,7 +352,7 @@ async def _check_decided(store: Store, interrupted: Interrupted) -> None:
 async def _commit(
     store: Store, interrupted: Interrupted, build: Build, host: str
 ) -> records_pb2.Decision:
-    attempt, manifest, receipts = interrupted.attempt, interrupted.manifest, interrupted.receipts
+    manifest, receipts = interrupted.manifest, interrupted.receipts
     assert manifest is not None
     metadata = await _read_candidate(store, interrupted)
     if metadata is None:
@@ -356,7 +360,7 @@ async def _commit(
     proposal = await prepare_commit(
         store,
         save=manifest.header.save,
-        attempt=object_names.Attempt.parse(attempt),
+        attempt=object_names.Attempt.of(manifest.header),
         plan_id=manifest.plan_id,
         metadata=metadata,
         receipts=receipts,
@@ -371,6 +375,8 @@ async def decide_abort(
 ) -> records_pb2.Decision:
     """Decides ABORT unless there is a decision; returns the stored one."""
     manifest, attempt = interrupted.manifest, object_names.Attempt.parse(interrupted.attempt)
+    if manifest is not None:
+        attempt = object_names.Attempt.of(manifest.header)
     hosts = dict(interrupted.members)
     failures = [
         save_pb2.Failure(rank=rank, host=hosts[rank], kind=save_pb2.FAILURE_KIND_LOST, message=why)

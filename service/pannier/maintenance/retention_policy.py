@@ -127,12 +127,12 @@ def apply_policy(
 def _occasion(own: Sequence[Checkpoint], committed: str) -> tuple[bool, tuple[float | str, ...]]:
     """The first parts of :attr:`Checkpoint.order` of the attempt whose commit triggers the run."""
     attempt = object_names.Attempt.parse(committed)
-    # The attempt's checkpoint may have been overwritten a moment ago.
-    known = [each.began for each in own if each.attempt == committed] or [
+    # The attempt's checkpoint may have been overwritten a moment ago: then all of its incarnation are newer.
+    attempt = next((each.parsed for each in own if each.attempt == committed), attempt)
+    known = [
         each.began
         for each in own
-        if each.attempt
-        and object_names.Attempt.parse(each.attempt).incarnation == attempt.incarnation
+        if each.attempt and each.parsed.incarnation == attempt.incarnation
     ]
     # Where the attempt's incarnation has nothing else below the root, nothing is removed this time.
     unknown = 0.0 if any(each.began is not None for each in own) else None

@@ -79,7 +79,7 @@ async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verif
             f"{store.url} can't be compared with anything: {why}; was it written by Pannier?"
         )
     # Damaged metadata matches no decision: it is compared with the newest commit.
-    committed = committed or commits[max(commits, key=object_names.Attempt.parse)]
+    committed = committed or max(commits.values(), key=object_names.Attempt.of)
     findings = [
         _compare(
             Finding(

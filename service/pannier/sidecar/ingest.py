@@ -17,7 +17,7 @@ from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.sidecar.upload.uploader import Uploader
 from pannier.storage import check_allowed_in_time, check_shared
 from pannier.storage.io_threads import reservation_threads
-from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
+from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
 from pannier.wire.errors import (
     BusyError,
@@ -208,13 +208,24 @@ class Ingest:
             self._saves.hand_over(rank, receipt)
             self._reservations.record_usage(rank)
 
+    async def confirm(self, rank: RankSave, plan: plan_pb2.FinalPlan) -> None:
+        """Confirms the claim of a rank whose local plan was requested, if ``plan``, the answer, has its part."""
+        async with rank.opening:
+            claim = rank.unconfirmed
+            if claim is not None and (plan.part, plan.attempt) == (claim.part, rank.attempt):
+                await self._confirm(rank, plan.plan_id)
+
+    async def _confirm(self, rank: RankSave, plan_id: str) -> None:
+        if rank.save.outcome is None and rank.phase not in FAILED:
+            await self._journal.record_confirmed(rank, plan_id)
+            self._saves.confirm_plan(rank, plan_id)
+
     async def _take_plan(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
-        """Takes the claim, or the plan id that a rank with a claim got for its local plan."""
+        """Takes the claim, or the id of the plan that has the part of a rank with a claim."""
         if request.HasField("claim"):
             self._saves.claim_plan(rank, request.claim, request.attempt)
-        elif request.plan_id and rank.unconfirmed is not None and rank.save.outcome is None:
-            await self._journal.record_confirmed(rank, request.plan_id)
-            self._saves.confirm_plan(rank, request.plan_id)
+        elif request.plan_id and rank.unconfirmed is not None:
+            await self._confirm(rank, request.plan_id)
 
     async def _take(self, rank: RankSave, size: int) -> SpoolFile:
         spare = self._reservations.reserved_before(rank.save, self._saves.undecided())

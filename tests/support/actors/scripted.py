@@ -47,6 +47,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.address = address
         self.files: dict[int, dict[str, int]] = {}
         """Names' middles ("0", "objects") and sizes of the planned files, by rank."""
+        self.part = "part"
+        """What it plans for each rank."""
         self.plan_error: errors.PannierError | None = None
         self.plans: list[sidecar_pb2.PlanRequest] = []
         self.fails: list[sidecar_pb2.FailRequest] = []
@@ -100,7 +102,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             for middle, size in self.files.get(rank, {}).items()
         ]
         return sidecar_pb2.PlanResponse(
-            plan=plan_pb2.FinalPlan(plan_id=PLAN_ID, attempt=attempt, files=files)
+            plan=plan_pb2.FinalPlan(plan_id=PLAN_ID, attempt=attempt, files=files, part=self.part)
         )
 
     def Begin(self, request: Any, context: Any) -> Any:

@@ -780,6 +780,7 @@ def test_skip_gives_a_handle_that_says_so_and_notifies_the_others(
     handle = busy.async_save(state(), checkpoint_id="/x/second", on_busy="skip")
     skipped = sidecar.asked(sidecar_pb2.FailRequest)[0].context.save
     assert handle.status().id == object_names.save_text(skipped)
+    assert handle.status().state == "SKIPPED"
     with pytest.raises(SaveSkippedError, match="hold their staging memory"):
         handle.result(0)
     assert [failure.kind for failure in failures(sidecar)] == [save_pb2.FAILURE_KIND_SKIPPED]

@@ -18,7 +18,14 @@ from pannier.client import (
     SaveResult,
 )
 from pannier.client.config import Settings
-from pannier.client.handle import Outcome, Resolver, SaveHandle, UnretrievedErrors, skipped
+from pannier.client.handle import (
+    CommitCallbacks,
+    Outcome,
+    Resolver,
+    SaveHandle,
+    UnretrievedErrors,
+    skipped,
+)
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError, SaveSkippedError
 from support.actors.scripted_sidecar import ScriptedSidecar
@@ -108,15 +115,13 @@ def test_it_may_wait_for_all_other_saves(client: Client) -> None:
     assert waited.is_set()
 
 
-def test_several_may_wait_for_all_saves_at_the_same_time(
+def test_each_may_wait_for_all_saves_while_later_ones_have_yet_to_run(
     client: Client, sidecar: ScriptedSidecar
 ) -> None:
     sidecar.commit = False
-    both = threading.Barrier(2)
     waited: list[SaveResult] = []
 
     def wait(result: SaveResult) -> None:
-        both.wait(BOUND_S)
         client.wait_all(BOUND_S)
         waited.append(result)
 
@@ -174,3 +179,23 @@ def test_its_error_hides_no_failed_save(
         unretrieved.raise_all()
     assert type(raised.value) is kind
     assert all(str(error) in str(raised.value) for error in others)
+
+
+def test_callbacks_run_in_the_order_of_the_commits() -> None:
+    callbacks = CommitCallbacks(UnretrievedErrors())
+    begun, go_on = threading.Event(), threading.Event()
+    order: list[int] = []
+
+    def first(_: SaveResult) -> None:
+        begun.set()
+        assert go_on.wait(BOUND_S)
+        order.append(0)
+
+    callbacks.start(first, RESULT)
+    assert begun.wait(BOUND_S)
+    for number in range(1, 20):
+        callbacks.start(lambda _, number=number: order.append(number), RESULT)
+    assert not order
+    go_on.set()
+    assert callbacks.wait(BOUND_S)
+    assert order == list(range(20))

@@ -44,6 +44,18 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
+def test_keys_that_a_planner_adds_are_not_put_into_the_callers_dict(checkpoint: Path) -> None:
+    class Adding(DefaultLoadPlanner):
+        def set_up_planner(self, state_dict: Any, *arguments: Any, **named: Any) -> None:
+            state_dict["w"] = torch.zeros(6)
+            super().set_up_planner(state_dict, *arguments, **named)
+
+    for function in (load, dcp.load):
+        state: dict[str, Any] = {"count": 0}
+        function(state, checkpoint_id=checkpoint, planner=Adding(), no_dist=True)
+        assert state == {"count": 3}
+
+
 def test_fills_tensors_where_they_are(checkpoint: Path) -> None:
     weight, bias = torch.zeros(6), torch.zeros(2)
     state: dict[str, Any] = {"w": weight, "count": 0, "deep": {"b": bias, "name": ""}}

@@ -675,7 +675,7 @@ def test_a_save_ends_once_though_its_abort_meets_a_failed_hand_over(
     )
     failures = []
     saving.planned(ATTEMPT, "p1")
-    saving.status._on_failure = lambda: failures.append("once")
+    saving.status._on_failure = lambda _: failures.append("once")
 
     def aborted_meanwhile(request: sidecar_pb2.HandOverRequest) -> None:
         sidecar.abort(request.context, save_pb2.Failure(rank=1, message="disk full"))

@@ -16,6 +16,7 @@ from pannier.client.planning.local_plan import PlannerRun
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError, SaveAbortedError
+from pannier.wire.plan_columns import decode_column
 from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
 from support.processes.stretch import BOUND_S
 
@@ -116,7 +117,7 @@ def test_the_second_save_is_neither_planned_nor_asked_for_in_the_call(
     assert 0 < hand_over.claim.timeout_s <= Settings().plan_timeout
     hand_over.claim.ClearField("timeout_s")
     assert hand_over.claim == sidecar_pb2.CachedPlanClaim(
-        plan_id="p1",
+        part="part",
         digest=full_plans(sidecar)[0].digest,
         attempt="i1-a1-g00000000-s1",
         checkpoint_id="/x/1",
@@ -127,7 +128,7 @@ def test_the_second_save_is_neither_planned_nor_asked_for_in_the_call(
     kinds = [type(request) for request in sidecar.requests[len(sidecar.requests) // 2 :]]
     assert set(kinds) == {sidecar_pb2.FileHeader, sidecar_pb2.HandOverRequest}
     (first, *_) = (r for r in sidecar.asked(sidecar_pb2.FileHeader) if r.context.save.number == 2)
-    assert first.claim.plan_id == "p1"
+    assert first.claim.part == "part"
     # The next one names the newest save that has the plan.
     client.save(state(3.0), checkpoint_id="/x/3")
     assert claims(sidecar)[-1].claim.attempt == "i1-a1-g00000000-s2"
@@ -166,10 +167,12 @@ def test_what_changes_is_planned_again(
     client.save(change(), checkpoint_id="/x/2")
     first, second = full_plans(sidecar)
     assert first.digest != second.digest
-    # Both are remembered.
+    # Only the part of the last save is reused: with other ranks' last parts it makes a plan.
     client.save(change(), checkpoint_id="/x/3")
+    assert [r.claim.digest for r in claims(sidecar)] == [second.digest]
     client.save(state(), checkpoint_id="/x/4")
-    assert [r.claim.digest for r in claims(sidecar)] == [second.digest, first.digest]
+    assert full_plans(sidecar)[-1].digest == first.digest
+    assert len(full_plans(sidecar)) == 3
 
 
 @pytest.mark.parametrize(
@@ -225,7 +228,8 @@ def test_planner_and_options_belong_to_the_plan(client: Client, sidecar: Scripte
     for n, planner in enumerate(planners):
         client.save(state(), planner=planner, checkpoint_id=f"/x/{n}")
     digests = [request.digest for request in full_plans(sidecar)]
-    assert len(set(digests)) == len(digests) == 4
+    assert len(set(digests)) == 4
+    assert digests[-1] == digests[0]
 
 
 def test_other_planners_are_run_and_go_by_the_digest(
@@ -234,10 +238,8 @@ def test_other_planners_are_run_and_go_by_the_digest(
     Subclass.runs = 0
     for n in range(3):
         client.save(state(n), planner=Subclass(), checkpoint_id=f"/x/{n}")
-        client.save(state(n), checkpoint_id=f"/x/{n}")
     assert Subclass.runs == 3
-    assert len(full_plans(sidecar)) == 2
-    assert len(claims(sidecar)) == 4
+    assert (len(full_plans(sidecar)), len(claims(sidecar))) == (1, 2)
 
 
 def test_a_planner_changed_after_its_making_is_run(client: Client) -> None:
@@ -288,16 +290,26 @@ def test_a_coordinator_that_has_forgotten_gets_the_local_plan(
 ) -> None:
     client.save(state(), checkpoint_id="/x/1")
     sidecar.forgetful = True
-    client.save(state(), checkpoint_id="/x/2")
+    handle = client.async_save(state(), checkpoint_id="/x/2")
+    assert handle.ingest_completion.result(BOUND_S) is None
+    save = claims(sidecar)[0].context.save
+    sidecar.send_status(save, save_pb2.SAVE_STATE_COMMITTED, checkpoint_id="/x/2")
+    handle.result(BOUND_S)
     sidecar.forgetful = False
     client.save(state(), checkpoint_id="/x/3")
     first, second = full_plans(sidecar)
     assert first.plan == second.plan
     assert second.context.save.number == 2
-    # Handed over by the claim, and again by the plan.
+    # With what was staged, around which the coordinator makes its plan.
+    assert (first.staged_positions, decode_column(second.staged_positions)) == (
+        b"",
+        list(range(len(decode_column(second.plan.head)))),
+    )
     handed_over = hand_overs(sidecar)
     assert [(r.context.save.number, r.plan_id) for r in handed_over] == [
-        *((1, "p1"), (2, ""), (2, "p1"), (3, "")),
+        (1, "p1"),
+        (2, ""),
+        (3, ""),
     ]
     assert len(claims(sidecar)) == 2
 
@@ -322,19 +334,73 @@ def test_another_answer_than_what_was_staged_ends_the_save(
     assert claims(sidecar)[-1].context.save.number == 2
 
 
-def test_after_an_abort_the_next_save_is_planned_again(
-    client: Client, sidecar: ScriptedSidecar
+@pytest.mark.parametrize(
+    ("kind", "again"),
+    [
+        (save_pb2.FAILURE_KIND_STORAGE, False),
+        (save_pb2.FAILURE_KIND_DEADLINE, False),
+        (save_pb2.FAILURE_KIND_SKIPPED, False),
+        (save_pb2.FAILURE_KIND_LOST, False),
+        (save_pb2.FAILURE_KIND_DISAGREEMENT, True),
+        (save_pb2.FAILURE_KIND_INVALID_PLAN, True),
+        (save_pb2.FAILURE_KIND_PLAN_CHANGED, True),
+        (save_pb2.FAILURE_KIND_INTEGRITY, True),
+    ],
+)
+def test_after_an_abort_the_next_save_is_planned_again_only_if_the_plan_was_the_cause(
+    client: Client, sidecar: ScriptedSidecar, kind: "save_pb2.FailureKind", again: bool
 ) -> None:
     client.save(state(), checkpoint_id="/x/1")
     sidecar.commit = False
     handle = client.async_save(state(), checkpoint_id="/x/2")
     sidecar.wait_for(lambda: len(hand_overs(sidecar)) == 2)
-    sidecar.abort(claims(sidecar)[0].context, save_pb2.Failure(rank=1, message="disk full"))
-    with pytest.raises(SaveAbortedError, match="disk full"):
+    failure = save_pb2.Failure(rank=1, kind=kind, message="it went wrong")
+    sidecar.abort(claims(sidecar)[0].context, failure)
+    with pytest.raises(SaveAbortedError, match="it went wrong"):
         handle.result(BOUND_S)
     sidecar.commit = True
     client.save(state(), checkpoint_id="/x/3")
-    assert [r.context.save.number for r in full_plans(sidecar)] == [1, 3]
+    assert [r.context.save.number for r in full_plans(sidecar)] == ([1, 3] if again else [1])
+
+
+def test_a_call_without_an_answer_leaves_no_part_to_claim(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    """The coordinator may have planned it, and takes the new part for this rank's last one."""
+    client.save(state(), checkpoint_id="/x/1")
+
+    def lose(request: sidecar_pb2.PlanRequest) -> None:
+        raise SaveAbortedError("another rank failed")
+
+    sidecar.on["Plan"] = lose
+    with pytest.raises(SaveAbortedError, match="another rank failed"):
+        client.save(changed("v", torch.ones(1)), checkpoint_id="/x/2")
+    del sidecar.on["Plan"]
+    client.save(state(), checkpoint_id="/x/3")
+    assert [r.context.save.number for r in full_plans(sidecar)] == [1, 2, 3]
+    assert not claims(sidecar)
+
+
+def test_a_blocking_save_whose_plan_the_others_changed_is_planned_again_at_once(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    client.save(state(), checkpoint_id="/x/1")
+
+    def abort(request: sidecar_pb2.HandOverRequest) -> None:
+        if request.HasField("claim"):
+            kind = save_pb2.FAILURE_KIND_PLAN_CHANGED
+            raise SaveAbortedError(
+                "no rank writes 'b' any more", [save_pb2.Failure(rank=1, kind=kind, message="b")]
+            )
+
+    sidecar.on["HandOver"] = abort
+    assert client.save(state(), checkpoint_id="/x/2", timeout=BOUND_S).checkpoint_id == "/x/2"
+    assert [r.context.save.number for r in claims(sidecar)] == [2]
+    assert full_plans(sidecar)[-1].context.save.number == 3
+    # Others raise.
+    handle = client.async_save(state(), checkpoint_id="/x/4")
+    with pytest.raises(SaveAbortedError):
+        handle.result(BOUND_S)
 
 
 def test_an_answer_whose_names_are_not_its_attempts_is_refused(
@@ -456,9 +522,7 @@ def test_a_rank_whose_plan_is_not_confirmed_is_not_ingested(
     wait_until(lambda: handle.status().bytes_ingested == handle.status().bytes)
     assert not handle.ingest_completion.done()
     claimed = claims(sidecar)[0]
-    sidecar.send_status(
-        claimed.context.save, save_pb2.SAVE_STATE_STAGING, plan_id=claimed.claim.plan_id
-    )
+    sidecar.send_status(claimed.context.save, save_pb2.SAVE_STATE_STAGING, plan_id="p1")
     assert handle.ingest_completion.result(BOUND_S) is None
     assert not handle.done()
     sidecar.send_status(claimed.context.save, save_pb2.SAVE_STATE_COMMITTED)
@@ -481,7 +545,7 @@ def test_a_plan_that_is_confirmed_late_ingests_the_rank_all_the_same(
         sidecar.send_status(
             claimed.context.save,
             save_pb2.SAVE_STATE_INGESTED,
-            plan_id=claimed.claim.plan_id,
+            plan_id="p1",
             ranks=[ingested],
         )
         assert handle.ingest_completion.result(BOUND_S) is None
@@ -511,10 +575,7 @@ def test_the_local_plan_is_sent_while_bytes_are_under_way(
     # The plan alone answers the claim, also where its response comes after the hand-over's.
     sidecar.commit = sidecar.confirm = False
     handle = client.async_save(state(), checkpoint_id="/x/2")
-    # Once more, if the bytes were sent before the answer had arrived.
-    sidecar.wait_for(
-        lambda: hand_overs(sidecar)[-1].plan_id == "p1" and len(hand_overs(sidecar)) > 1
-    )
+    assert handle.ingest_completion.result(BOUND_S) is None
     assert [r.context.save.number for r in full_plans(sidecar)] == [1, 2]
     context = hand_overs(sidecar)[-1].context
     sidecar.send_status(context.save, save_pb2.SAVE_STATE_COMMITTED, checkpoint_id="/x/2")

@@ -342,10 +342,10 @@ def test_manifest_of_another_coordinator_is_used_if_it_is_of_our_plans(same: boo
 def test_a_planner_that_hangs_ends_its_save_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, make = threading.Event(), Planners.make
 
-    def hang(self: Planners, plans: Sequence[RankPlan], *more: Any) -> GlobalPlan:
+    def hang(self: Planners, plans: Sequence[RankPlan], *more: Any, **kept: Any) -> GlobalPlan:
         if plans[0].plan.options.custom_global_plan:
             gate.wait()
-        return make(self, plans, *more)
+        return make(self, plans, *more, **kept)
 
     monkeypatch.setattr(Planners, "make", hang)
 

@@ -902,7 +902,7 @@ def test_an_incarnation_that_was_followed_begins_no_save(sockets: Path, tmp_path
             # Nor by a plan that it was given before.
             attempt = object_names.Attempt.parse(first.attempt)
             later = dataclasses.replace(attempt, number=3).name
-            claim = claim_report(step(3), first.plan_id, plan_codec.plan_digest(plan), later)
+            claim = claim_report(step(3), first.part, plan_codec.plan_digest(plan), later)
             await sidecar.send(claim)
             status = await sidecar.await_state(step(3).save, ABORTED)
             assert re.search(named, status.failures[0].message)

@@ -137,7 +137,7 @@ def test_an_incarnation_whose_save_was_aborted_takes_no_number_later(
         attempt = await found.attempt(newer)
         for _ in range(20):  # The first one's requests would be tried again by now.
             await asyncio.sleep(0.02)
-            await found.check_newest(newer, attempt)
+            await found.begin(newer, attempt)
         assert attempt.incarnation_number == 1
 
     with GcsServer(tmp_path) as server:

@@ -79,7 +79,7 @@ class Scene:
         """The incarnation's ``number``-th save is planned."""
         who = context(0, str(self.root / f"step-{10 + number}"), incarnation=incarnation)
         attempt = await self.stores.attempt(who)
-        await self.stores.check_newest(who, attempt)
+        await self.stores.begin(who, attempt)
         # As by the save's task, whose deadline doesn't count.
         with limited(until=lambda: 0.0):
             self.earlier.begin(who, attempt)
@@ -306,7 +306,7 @@ def test_starts_of_one_launcher_are_one_job_whatever_its_name(tmp_path: Path) ->
             who = context(0, str(tmp_path / "step-1"), incarnation=incarnation)
             who.save.job, who.launch = job, launch
             attempts[incarnation] = who, await scene.stores.attempt(who)
-            await scene.stores.check_newest(*attempts[incarnation])
+            await scene.stores.begin(*attempts[incarnation])
         write_attempt(place, LEFT, commit=False)
         scene.earlier.begin(*attempts["bb"])
         assert not scene.earlier.busy

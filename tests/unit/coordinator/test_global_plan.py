@@ -225,6 +225,30 @@ def test_empty_shard_gives_way_to_a_full_one_at_its_offset() -> None:
     assert assigned(plan) == [(1, 0)]
 
 
+@pytest.mark.parametrize(
+    ("size", "dimension"),
+    [([1] * 60, 59), ([0, 1 << 31, 1 << 31], 1), ([1] * 50 + [1 << 40], 50), ([4, *[1] * 59], 0)],
+    ids=["many dimensions of size 1", "empty", "one large dimension", "sharded"],
+)
+def test_tensors_of_many_dimensions_or_without_elements_are_planned(
+    size: list[int], dimension: int
+) -> None:
+    halves = []
+    for rank in (0, 1):
+        part, at = list(size), [0] * len(size)
+        half = size[dimension] // 2
+        at[dimension] = rank * half
+        part[dimension] = size[dimension] - half if rank else half
+        halves.append([shard("w", at, part, size)])
+    plan, _, metadata = ours(halves, lowest=True)
+    chunks = 2 if size[dimension] > 1 and 0 not in size else 1
+    assert len(assigned(plan)) == chunks
+    assert list(metadata.state_dict_metadata["w"].size) == size
+    whole = [[shard("w", [0] * len(size), size, size)]] * 2
+    plan, _, _ = ours(whole, lowest=True)
+    assert assigned(plan) == [(0, 0)]
+
+
 def test_one_rank_may_leave_gaps_as_in_dcp() -> None:
     """A save without process group of one part of a distributed tensor."""
     items = [shard("w", [2], [2], [8])]

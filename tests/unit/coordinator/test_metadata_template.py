@@ -135,6 +135,13 @@ def test_large_numbers_and_many_dimensions() -> None:
     )
 
 
+def test_planner_data_of_several_frames_is_read_by_every_unpickler() -> None:
+    names = [f"layers.{number}.weight" for number in range(2000)]
+    mappings = {name: ("model", "layers", 7, name) for name in names}
+    mappings["long"] = ("x" * 70000,)
+    check([local_plan([tensor(name, 1) for name in [*names, "long"]], mappings=mappings)])
+
+
 def test_more_files_and_keys_than_short_references_reach() -> None:
     check(
         [

@@ -24,6 +24,18 @@ def checkpoint(name: str, save: int, loss: float | None = None, **changes: objec
     return Checkpoint(name=name, time=-save, **fields)  # type: ignore[arg-type]
 
 
+def test_checkpoints_of_several_groups_are_kept_in_the_order_in_which_they_began() -> None:
+    lone = Attempt(1, 1, "g0000000b", "inc").name
+    found = kept(
+        Policy(newest=1),
+        checkpoint("step-8", 8, ordinal=8),
+        checkpoint("lone-1", 1, attempt=lone, ordinal=9),
+        checkpoint("step-9", 9, ordinal=10),
+        committed=attempt(9),
+    )
+    assert found == {"step-8": (), "lone-1": (), "step-9": ("newest",)}
+
+
 def attempt(save: int) -> str:
     return Attempt(1, save, "g0000000a", "inc").name
 

@@ -141,18 +141,24 @@ def test_a_restarted_sidecar_has_the_claim_in_its_journal(
     assert copy.checkpoint_id == context.checkpoint_id
 
 
-def test_a_rank_whose_full_plan_is_requested_is_confirmed_by_the_save_s_plan(
+def test_a_rank_whose_full_plan_is_requested_is_confirmed_by_the_answer(
     host: Host, trainer: Trainer, context: sidecar_pb2.SaveContext
 ) -> None:
     answer(host, context, requested=True)
     while not trainer.await_state(context, save_pb2.SAVE_STATE_PLANNING).full_plan_requested:
         pass
+    # Of a plan that has something else for this rank.
+    host.coordinator.part = "other"
     assert trainer.plan(context).plan_id == PLAN_ID
-    answer(host, context, plan_id=PLAN_ID, requested=True)
+    (save,) = host.sidecar.saves.undecided()
+    assert save.ranks[0].unconfirmed == CLAIM
+    host.coordinator.part = CLAIM.part
+    assert trainer.plan(context).plan_id == PLAN_ID
+    # From here on the trainer may die.
+    assert save.ranks[0].unconfirmed is None
+    trainer.die()
     report = host.coordinator.await_phase(context, DURABLE)
     assert report.receipt.plan_id == PLAN_ID
-    # Also after the rank was ingested by it.
-    hand_over(trainer, context)
 
 
 def test_a_dead_trainer_whose_full_plan_is_requested_is_named(

@@ -2,8 +2,8 @@
 
 In: a root and a pattern, or a directory in storage. Out: the directories below the root that the pattern
 matches and that have a ``.metadata``: an attempt in progress, or an aborted one, is no checkpoint. They are
-ordered by the attempts that committed them, (incarnation, save number), which storage names; not by time,
-since commits come in any order and hosts have different clocks. Checkpoints that Pannier didn't write have
+ordered by the attempts that committed them: the names of attempts have the incarnation's number, and their
+decisions the ordinal within it. Not by time, since commits come in any order and hosts have different clocks. Checkpoints that Pannier didn't write have
 no attempt: they come first, by time. Blocking.
 """
 
@@ -74,6 +74,9 @@ class CheckpointInfo:
     """The attempt that committed it; orders checkpoints. None: Pannier didn't write it."""
     step: int | None = None
     """The last number in its name, in the part that the pattern's wildcards match. None: it has none."""
+    ordinal: int = 0
+    """Orders it among the checkpoints of the attempt's incarnation. 0: an earlier version wrote it, and the
+    save's number orders it."""
 
 
 @at_call
@@ -107,32 +110,51 @@ def logged_list(root: str | os.PathLike[str]) -> AbstractContextManager[object]:
 def newest(root: StorageDir, pattern: Pattern = CHILDREN) -> CheckpointInfo | None:
     """The newest checkpoint of a root.
 
-    Lists each directory, and reads more only where the newest attempts are. Raises as
+    Lists each directory, and reads more only where the newest attempts of each group are. Raises as
     :func:`list_checkpoints`.
     """
     places = directories(root, pattern)
     attempts = attempts_of(places)
     begun = incarnation_start_times(places, attempts, pattern)
-    ours = [
-        (max(order_key(each, begun) for each in found), found, directory)
-        for found, directory in zip(attempts, places, strict=True)
-        if found
-    ]
+    read = functools.cache(lambda index: _read_info(places[index], attempts[index]))
     best: CheckpointInfo | None = None
-    for last, found, directory in sorted(ours, key=lambda each: each[0], reverse=True):
-        if best is not None and last < _order(best, begun)[1]:
-            break
-        info = _read_info(directory, found)
-        if info is not None and info.attempt:
-            best = max(
-                (each for each in (best, info) if each), key=lambda each: _order(each, begun)
-            )
-    if best is not None:
-        return best
-    others = _each(lambda each: _read_info(*each), list(zip(places, attempts, strict=True)))
+    for chains in by_group(
+        [(each, i) for i, found in enumerate(attempts) for each in found], begun
+    ):
+        for chain in chains:
+            for attempt, index in chain:
+                info = read(index)
+                if info is not None and info.attempt:
+                    best = max(
+                        (each for each in (best, info) if each),
+                        key=lambda each: _order(each, begun),
+                    )
+                    if info.attempt == attempt.name:
+                        break  # The group's earlier ones are older.
+        if best is not None:
+            return best
+    others = _each(read, list(range(len(places))))
     return max(
         (each for each in others if each), key=lambda each: _order(each, begun), default=None
     )
+
+
+def by_group(
+    attempts: Sequence[tuple[object_names.Attempt, _In]], begun: IncarnationStarts
+) -> list[list[list[tuple[object_names.Attempt, _In]]]]:
+    """Attempts by incarnation and group, each newest first: of one group, names alone show the order."""
+    incarnations: dict[Any, dict[str, list[tuple[object_names.Attempt, _In]]]] = {}
+    for each in attempts:
+        attempt, _ = each
+        groups = incarnations.setdefault(order_key(attempt, begun)[:2], {})
+        groups.setdefault(attempt.group, []).append(each)
+    return [
+        [
+            sorted(chain, key=lambda each: order_key(each[0], begun), reverse=True)
+            for chain in groups.values()
+        ]
+        for _, groups in sorted(incarnations.items(), key=lambda each: each[0], reverse=True)
+    ]
 
 
 def order_key(attempt: object_names.Attempt, begun: IncarnationStarts) -> tuple[Any, ...]:
@@ -187,7 +209,10 @@ def _order(
     by_attempt: tuple[Any, ...] = (
         (info.committed_at,)
         if info.attempt is None
-        else order_key(object_names.Attempt.parse(info.attempt), begun)
+        else order_key(
+            dataclasses.replace(object_names.Attempt.parse(info.attempt), ordinal=info.ordinal),
+            begun,
+        )
     )
     return info.attempt is not None, by_attempt, info.committed_at, _natural(info.checkpoint_id)
 
@@ -198,7 +223,10 @@ def _step(root: StorageDir, info: CheckpointInfo, pattern: Pattern) -> int | Non
 
 
 def attempts_at(directory: StorageDir) -> list[object_names.Attempt]:
-    """The attempts that have records in a checkpoint directory, newest first. Raises StorageError."""
+    """The attempts that have records in a checkpoint directory. Raises StorageError.
+
+    Newest first, for those of one group.
+    """
     found = []
     try:
         entries = directory.child(_RECORDS).list()
@@ -223,7 +251,7 @@ def committed_attempt(directory: StorageDir) -> object_names.Attempt | None:
         found = find_commit(directory)
     except MissingError:
         return None
-    return None if found is None else object_names.Attempt.parse(found.attempt)
+    return None if found is None else object_names.Attempt.of(found)
 
 
 def find_commit(directory: StorageDir) -> records_pb2.Decision | None:
@@ -290,10 +318,12 @@ def _read_info(
             committed = _find_committed(directory, attempts_at(directory), found)
     except MissingError:
         return None
-    name = committed.attempt if committed is not None else None
-    if name is not None and directory.find(object_names.removal_mark(name)) is not None:
+    if committed is None:
+        return CheckpointInfo(directory.url, found.modified)
+    name = committed.attempt
+    if directory.find(object_names.removal_mark(name)) is not None:
         return None
-    return CheckpointInfo(directory.url, found.modified, name)
+    return CheckpointInfo(directory.url, found.modified, name, ordinal=committed.ordinal)
 
 
 def _find_committed(

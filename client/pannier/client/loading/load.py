@@ -311,7 +311,10 @@ def _fill(
     central = ranks.plan(plan, plan_globally)
     ranks.together(READ, read, lambda _: None)
     for key, value in values.items():
-        target = state_dict.get(key)
+        # As in torch: keys that the planner has added are not the caller's.
+        if key not in state_dict:
+            continue
+        target = state_dict[key]
         if _is_stateful(target):
             target.load_state_dict(value)
         else:

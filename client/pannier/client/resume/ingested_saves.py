@@ -7,7 +7,9 @@ commits, it runs ``pannier recover``. Attempts that can't be finished are descri
 Blocking; for one thread.
 """
 
+import dataclasses
 import functools
+import itertools
 import logging
 import os
 import subprocess
@@ -32,9 +34,9 @@ from pannier.common.deadline import Deadline
 from pannier.common.locations import CHILDREN, Pattern
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import PannierError
+from pannier.wire.errors import IntegrityError, PannierError
 from pannier.wire.failures import failures_text, rank_list, shorten
-from pannier.wire.records import parse_decision
+from pannier.wire.records import parse_decision, parse_manifest
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +61,13 @@ class Unfinished:
     """Ranks and their hosts, from the manifest; empty: not read yet, or it has none."""
     durable: frozenset[int] = frozenset()
     """Ranks whose receipt is in storage."""
+    ordinal: int = 0
+    """See :attr:`pannier.wire.object_names.Attempt.ordinal`."""
+
+    def order(self, begun: catalog.IncarnationStarts) -> tuple[Any, ...]:
+        """Sort key of its attempt, which it must have."""
+        attempt = dataclasses.replace(_parsed(self.attempt), ordinal=self.ordinal)
+        return catalog.order_key(attempt, begun)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -141,6 +150,7 @@ class IngestedSaves:
         attempts = catalog.attempts_of([directory])
         candidates = self._candidates(directory.parent, CHILDREN, [directory], attempts)
         own = [each for each in candidates if each.directory.url == directory.url]
+        own = _newer(own, None, None)
         found = max(own, key=lambda each: _order(each, None), default=None)
         if found is None:
             return None
@@ -153,21 +163,18 @@ class IngestedSaves:
         self, root: StorageDir, pattern: Pattern, ended: Collection[tuple[str, str]]
     ) -> Unfinished | None:
         standing = catalog.newest(root, pattern)
-        floor = standing.attempt if standing is not None else None
         directories = catalog.directories(root, pattern)
         attempts = catalog.attempts_of(directories)
         begun = catalog.incarnation_start_times(directories, attempts, pattern)
-
-        def key(attempt: str) -> tuple[Any, ...]:
-            return catalog.order_key(_parsed(attempt), begun)
-
-        newer = [
-            each
-            for each in self._candidates(root, pattern, directories, attempts)
-            if each.key not in ended
-            and (not floor or not each.attempt or key(each.attempt) > key(floor))
-        ]
-        newest_first = sorted(newer, key=lambda each: _order(each, begun), reverse=True)
+        found = self._candidates(root, pattern, directories, attempts)
+        floor = None
+        if standing is not None and standing.attempt:
+            floor = dataclasses.replace(_parsed(standing.attempt), ordinal=standing.ordinal)
+        newest_first = sorted(
+            (each for each in _newer(found, floor, begun) if each.key not in ended),
+            key=lambda each: _order(each, begun),
+            reverse=True,
+        )
         return next((each for each in newest_first if self._end(each) is None), None)
 
     def _candidates(
@@ -347,14 +354,55 @@ def _describe_loss(directory: StorageDir, attempt: str) -> str | None:
     return None
 
 
+def _newer(
+    found: Sequence[Unfinished],
+    floor: object_names.Attempt | None,
+    begun: catalog.IncarnationStarts,
+) -> list[Unfinished]:
+    """Those that are newer than the attempt ``floor``, with their ordinals; those without an attempt, too.
+
+    Of each group it reads down to the first attempt that is older.
+    """
+    newer = [each for each in found if not each.attempt]
+    own = None if floor is None else catalog.order_key(floor, begun)
+    attempts = [(_parsed(each.attempt), each) for each in found if each.attempt]
+    for chain in itertools.chain.from_iterable(catalog.by_group(attempts, begun)):
+        for attempt, each in chain:
+            if own is not None and floor is not None:
+                place = catalog.order_key(attempt, begun)[:2]
+                if place < own[:2] or (
+                    (attempt.incarnation, attempt.group) == (floor.incarnation, floor.group)
+                    and attempt.number <= floor.number
+                ):
+                    break
+            each.ordinal = _read_ordinal(each.directory, attempt)
+            if own is not None and each.ordinal and each.order(begun) <= own:
+                break
+            newer.append(each)
+    return newer
+
+
+def _read_ordinal(directory: StorageDir, attempt: object_names.Attempt) -> int:
+    """The ordinal of an attempt, from its decision or manifest; 0 without either, or if that is damaged.
+
+    Raises StorageError.
+    """
+    for name, parse in (
+        (object_names.decision(attempt.name), parse_decision),
+        (object_names.manifest(attempt.name), parse_manifest),
+    ):
+        content = directory.find(name)
+        if content is not None:
+            with suppress(IntegrityError):
+                return parse(content, attempt.name, f"{directory.url}/{name}").ordinal
+    return 0
+
+
 def _parsed(attempt: str) -> object_names.Attempt:
     return object_names.Attempt.parse(attempt)
 
 
-def _order(
-    found: Unfinished, begun: catalog.IncarnationStarts
-) -> tuple[bool, tuple[Any, ...], float]:
+def _order(found: Unfinished, begun: catalog.IncarnationStarts) -> tuple[Any, ...]:
     """Sort key, newest last: what has no attempt yet is newer than what has one."""
     created = found.status.created_at if found.status is not None else 0.0
-    name = found.attempt
-    return not name, catalog.order_key(_parsed(name), begun) if name else (), created
+    return not found.attempt, found.order(begun) if found.attempt else (), created

@@ -32,6 +32,12 @@ class Membership:
         """This rank in its incarnation; needs no sidecar. Raises what :meth:`World.identity` raises."""
         return aside(lambda: self.world.identity(self._settings))
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the sidecar is known, and this client's connection wasn't closed."""
+        sidecar = self._sidecar
+        return sidecar is not None and not sidecar.is_closed
+
     def open_ahead(self) -> bool:
         """Begins to find or start the sidecar in another thread, unless it is known; returns whether it did.
 

@@ -174,11 +174,13 @@ class PlanClaim:
         try:
             final = self._request_plan()
             if not self._plan.equals(final, number):
-                raise PannierError(
+                error = PannierError(
                     f"this save was staged as {self._plan.attempt(number)} by the part "
                     f"{self._claim.part[:12]} of the last plan, but the coordinator's plan has "
                     f"{final.part[:12]} for {final.attempt}"
                 )
+                error.kind = save_pb2.FAILURE_KIND_PLAN_CHANGED
+                raise error
         except Exception as error:  # noqa: BLE001 - a thread's end: raised by the one that waits
             self._error = error
             self._stop.set()

@@ -442,6 +442,10 @@ class StatusFollower:
         is_expected = isinstance(error, SaveSkippedError) and self._expects_skip
         if not self._begin_end():
             return
+        if isinstance(error, SaveSkippedError):
+            self.resolver.update(
+                lambda status: dataclasses.replace(status, save_state=save_pb2.SAVE_STATE_SKIPPED)
+            )
         with self._resolving(lambda: self.resolver.fail(error, quietly=quietly or is_expected)):
             # Before the caller can see the failure, and save again.
             self._on_failure(error)

@@ -125,6 +125,7 @@ def _header(
         attempt=attempt.name,
         checkpoint_id=context.checkpoint_id,
         incarnation_number=attempt.incarnation_number,
+        ordinal=attempt.ordinal,
         overwrite=context.overwrite,
         timeout_s=timeout_s,
     )

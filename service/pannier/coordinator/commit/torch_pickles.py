@@ -17,6 +17,9 @@ PROTOCOL: Final = 4
 DCP_VERSION: Final = "1.0.0"
 """``CURRENT_DCP_VERSION`` of torch up to 2.15, where it has one."""
 
+_LARGEST_FRAME: Final = 1 << 16
+"""Bytes of a pickle from which Python may write a second frame."""
+
 NEWOBJ: Final = b")\x81"
 """Class -> object, made without arguments."""
 REDUCE: Final = b"\x85R"
@@ -40,12 +43,20 @@ _MEMORY_FORMATS: Final = {"contiguous_format": 0, "channels_last": 1, "preserve_
 
 def plain(value: Any) -> bytes:
     """Pickles a value of Python's own types."""
+    pickled = _dump(value, PROTOCOL)
+    if len(pickled) < _LARGEST_FRAME:
+        return without_frame(pickled)
+    # It has several frames, which can't be within a frame. Protocol 3, whose opcodes are all in 4, has none.
+    return _dump(value, 3)[2:-1]
+
+
+def _dump(value: Any, protocol: int) -> bytes:
     out = io.BytesIO()
-    pickler = pickle.Pickler(out, protocol=PROTOCOL)
+    pickler = pickle.Pickler(out, protocol=protocol)
     # Without references, which count from the beginning of a pickle.
     pickler.fast = True
     pickler.dump(value)
-    return without_frame(out.getvalue())
+    return out.getvalue()
 
 
 def without_frame(pickled: bytes) -> bytes:

@@ -301,24 +301,52 @@ def _measure(columns: Columns) -> None:
         outside = (offset + extent > size).any(axis=1)
         if outside.any():
             _raise_outside(columns, int(rows[int(np.argmax(outside))]))
-        # Offsets reach up to the size itself (DTensor puts empty shards there).
-        if len(rows) and float(np.prod(size.astype(float) + 1, axis=1).max()) * 16 >= LARGEST:
-            row = int(rows[int(np.argmax(np.prod(size.astype(float) + 1, axis=1)))])
+        steps, too_large = _steps(size)
+        if too_large.any():
+            row = int(rows[int(np.argmax(too_large))])
             raise columns.error(f"{columns.key(row)} is too large: {columns.shape(row)}", row)
-        place, reach = np.zeros((2, len(rows)), np.int64)
-        for dimension in range(size.shape[1]):
-            place = place * (size[:, dimension] + 1) + offset[:, dimension]
-            reach = reach * (size[:, dimension] + 1) + extent[:, dimension] - 1
         volume = np.prod(extent, axis=1)
-        columns.place[rows], columns.volume[rows] = place, volume
+        columns.place[rows], columns.volume[rows] = (offset * steps).sum(axis=1), volume
+        reach = ((extent - 1) * steps).sum(axis=1)
         columns.reach[rows] = np.where(volume > 0, reach, -1)
+
+
+def _steps(size: Ints) -> tuple[Ints, Bools]:
+    """By dimension: how much ``place`` grows with the offset; and which rows have no room for that.
+
+    Chunks at different offsets have different places, empty ones perhaps not.
+    """
+    # Offsets reach up to the size itself (DTensor puts empty shards there).
+    radix = size + 1
+    wide = _exceeds(radix)
+    if not wide.any():
+        return _products(radix), wide
+    # Of a dimension of size 1, only an empty shard has another offset than 0: one digit for all of them.
+    single = (size == 1) & wide[:, None]
+    last = single.sum(axis=1) + 1
+    radix = np.where(single, 1, radix)
+    steps = np.where(single, 1, _products(radix) * last[:, None])
+    empty = (size == 0).any(axis=1) & wide
+    steps[empty] = 0
+    return steps, _exceeds(np.c_[radix, last]) & ~empty
+
+
+def _products(radix: Ints) -> Ints:
+    """By dimension: the product of the radices of those behind it."""
+    out = np.ones_like(radix)
+    for dimension in reversed(range(radix.shape[1] - 1)):
+        out[:, dimension] = out[:, dimension + 1] * radix[:, dimension + 1]
+    return out
+
+
+def _exceeds(radix: Ints) -> Bools:
+    found: Bools = np.prod(radix.astype(float), axis=1) * 16 >= LARGEST
+    return found
 
 
 def _strides(columns: Columns) -> Ints:
     """By entry of a shape: how much ``place`` grows with the offset in that dimension."""
     out = np.ones(len(columns.size), np.int64)
     for rows, size, _, _ in columns.by_ndim(np.arange(len(columns.fqn))):
-        at = columns.start[rows][:, None] + np.arange(size.shape[1])
-        for dimension in reversed(range(size.shape[1] - 1)):
-            out[at[:, dimension]] = out[at[:, dimension + 1]] * (size[:, dimension + 1] + 1)
+        out[columns.start[rows][:, None] + np.arange(size.shape[1])] = _steps(size)[0]
     return out

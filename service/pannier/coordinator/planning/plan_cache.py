@@ -137,7 +137,6 @@ class AgreedPlan:
         }
         """By rank: indices into ``_order`` of its items without a planned place."""
         self._shares: dict[int, Share] = {}
-        self._parts: dict[int, str] = {}
         self._columns: list[plan_pb2.FinalPlan] | None = None
 
     def derive(self, make: Callable[["AgreedPlan"], _Derived]) -> _Derived:
@@ -169,7 +168,8 @@ class AgreedPlan:
 
     def part(self, rank: int) -> str:
         """Hash, hex, of what the rank writes; "" for a rank that isn't a member."""
-        part = self._parts.get(rank)
+        parts: dict[int, str] = self._derived.setdefault("parts", {})
+        part = parts.get(rank)
         if part is None:
             index = self._index.get(rank)
             if index is None:
@@ -182,7 +182,7 @@ class AgreedPlan:
             )
             what.MergeFrom(self.write_columns()[index])
             hashed = hashlib.sha256(what.SerializeToString(deterministic=True))
-            part = self._parts[rank] = hashed.hexdigest()
+            part = parts[rank] = hashed.hexdigest()
         return part
 
     def make_parts(self) -> None:

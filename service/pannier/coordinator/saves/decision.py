@@ -108,8 +108,7 @@ class AttemptEnd:
         """Checks that the save can be committed, and publishes what the COMMIT needs. Idempotent."""
         save = self._save
         assert save.attempt is not None
-        attempt = save.attempt
-        receipts = save.participants.receipts
+        attempt, receipts = save.attempt, save.participants.receipts
         await check_shared_directory(
             store, attempt.name, save.participants.hosts, here=self._services.host
         )
@@ -122,7 +121,7 @@ class AttemptEnd:
         return await prepare_commit(
             store,
             save=save.context.save,
-            attempt=attempt,
+            attempt=object_names.Attempt.of(manifest.header),
             plan_id=manifest.plan_id,
             metadata=data,
             receipts=receipts.values(),
@@ -156,6 +155,8 @@ class AttemptEnd:
         assert save.attempt is not None
         assert metadata is not None
         attempt, receipts = save.attempt, save.participants.receipts
+        if not attempt.ordinal:
+            attempt = await self._services.stores.begin(save.context, attempt, resumed=True)
         hosts = save.participants.hosts
         await self._services.in_thread(lambda: check_external_metadata(metadata, receipts))
         # The attempt has had no manifest, whose absence would show that it was removed meanwhile.

@@ -240,6 +240,8 @@ class Save:
     def set_manifest(self, manifest: Manifest) -> None:
         """Records the manifest in storage, which fits what the ranks have handed in."""
         external = manifest.header.external
+        # Another coordinator may have begun the attempt.
+        self.records.attempt = object_names.Attempt.of(manifest.header)
         self.records.plan_id = "" if external else manifest.plan_id
         self.records.manifest = manifest
         # The manifest has the digests; the plans of a large job are large.

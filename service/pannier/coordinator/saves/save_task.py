@@ -178,7 +178,13 @@ class SaveTask:
     async def _limit_storage_wait(self) -> None:
         """Skips the save when a rank waits for its plan that storage delays, and skips saves for such waits."""
         save = self._save
-        await save.wait_until(lambda: save.plans.complete and save.deadlines.storage_wait_s > 0)
+        # Called after each of thousands of reports.
+        await save.wait_until(
+            lambda: (
+                save.state is not State.PLANNING
+                or (save.deadlines.storage_wait_s > 0 and save.plans.complete)
+            )
+        )
         await asyncio.sleep(save.deadlines.storage_wait_s)
         while save.state is State.PLANNING and not (save.resumed or save.external):
             if save.storage_wait:
@@ -245,7 +251,7 @@ class SaveTask:
             await self._check_destination(store)
         if not save.resumed:
             # A resumed save was planned before, and may be finished from what is ingested.
-            await self._check_newest_incarnation()
+            await self._begin_attempt()
         decision = None
         if save.resumed:
             decision = await self._resume(store)
@@ -303,15 +309,22 @@ class SaveTask:
         )
         save.storage_answered()
 
-    async def _check_newest_incarnation(self) -> None:
-        """Raises SupersededError when a newer incarnation of the job has begun to save."""
+    async def _begin_attempt(self) -> None:
+        """Gives the attempt its ordinal.
+
+        Raises SupersededError when a newer incarnation of the job has begun to save.
+        """
         save, stores = self._save, self._services.stores
         assert save.attempt is not None
-        attempt = save.attempt
+        attempt, resumed = save.attempt, save.resumed
         save.wait_for_storage()
-        await read_with_retries(save, lambda: stores.check_newest(save.context, attempt))
+        begun = await read_with_retries(
+            save, lambda: stores.begin(save.context, attempt, resumed=resumed)
+        )
         save.storage_answered()
-        self._services.on_newest(save.context, attempt)
+        save.set_attempt(begun)
+        if not resumed:
+            self._services.on_newest(save.context, begun)
 
     async def _collect_plans(self) -> None:
         """Returns when all ranks have handed in plans or claims, or the save turns out to be resumed."""
@@ -326,8 +339,10 @@ class SaveTask:
         """Chooses or makes the plan, and publishes it; False when another coordinator was first."""
         save, cache = self._save, self._services.cache
         assert save.attempt is not None
+        check_attempts(save, save.attempt)
+        if not save.attempt.ordinal:
+            await self._begin_attempt()
         attempt = save.attempt
-        check_attempts(save, attempt)
         await read_claimed_parts(save, cache, self._services.stores.open)
         plan, local = choose_kept_plan(cache, save), None
         if plan is None and (unknown := unknown_claims(cache, save)):

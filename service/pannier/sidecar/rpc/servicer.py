@@ -187,8 +187,8 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         if rank.claim is None:
             self._saves.set_plan(rank, response.plan)
             await self._ingest.check_room(rank)
-        # A rank with a claim has staged by another plan: its client compares the two, and hands over by this
-        # one or fails the save.
+        else:
+            await self._ingest.confirm(rank, response.plan)
         return response
 
     async def Begin(
