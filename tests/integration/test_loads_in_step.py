@@ -372,12 +372,13 @@ def latest_has_one_answer_in_time_and_stays_in_step() -> None:
     import os
     import time
     from pathlib import Path
+    from typing import Any
 
     import pytest
     import torch.distributed as dist
 
     from pannier import client
-    from pannier.client.ranks.store_calls import StoreCalls
+    from pannier.client.ranks.group_store import GroupStore
     from pannier.client.resume.latest import find_latest
     from pannier.common import timeouts
 
@@ -396,13 +397,13 @@ def latest_has_one_answer_in_time_and_stays_in_step() -> None:
         ) -> None:
             waits.append(timeout_s)
 
-    def await_key(calls: StoreCalls, store: object, key: str, timeout_s: float) -> bytes | None:
+    def await_value(store: GroupStore, key: str, timeout_s: float) -> Any:
         waits.append(timeout_s)
-        return original(calls, store, key, timeout_s)
+        return original(store, key, timeout_s)
 
-    original = StoreCalls.await_key
+    original = GroupStore.await_value
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StoreCalls, "await_key", await_key)
+        patch.setattr(GroupStore, "await_value", await_value)
         assert find_latest(root, include="ingested", timeout=100, ingested=Ingested()) == place
     if rank == 0:
         # What resume_here has left.

@@ -6,7 +6,6 @@ incarnation. Owned by a membership.
 """
 
 import functools
-import json
 import secrets
 import socket
 import threading
@@ -16,11 +15,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
+from pannier.client import torch_compat
 from pannier.client.config import Settings
 from pannier.client.embedded.daemon_spec import DaemonSpec, host_daemons
 from pannier.client.embedded.left_spools import upload_left_spools
-from pannier.client.embedded.pg_store import RankStore
 from pannier.client.embedded.rendezvous import (
     HostInfo,
     Rendezvous,
@@ -31,6 +31,8 @@ from pannier.client.embedded.rendezvous import (
 )
 from pannier.client.loading import highest_incarnation
 from pannier.client.process_group import is_alone, launched_as
+from pannier.client.ranks.group_store import GroupStore, join_start
+from pannier.client.ranks.rank_hosts import default_hosts
 from pannier.wire import object_names
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.object_names import group_name, split_checkpoint_id
@@ -144,7 +146,7 @@ class World:
 
         Raises:
             ConfigurationError: ranks contradict each other.
-            DeadlineError: the store doesn't answer.
+            DeadlineError: the store doesn't answer, or the rank that came first doesn't confirm the start.
         """
         with self._lock:
             if self._identity is None:
@@ -203,10 +205,17 @@ class World:
             if settings.embedded and settings.coordinator is None:
                 self._host_info = host_info(self.rank, host, self.size, settings)
                 own["host_info"] = asdict(self._host_info)
-            store = RankStore(self.rank, timeout_s=settings.plan_timeout)
-            who = f"rank {self.rank} (host {host})"
-            incarnation, winner = store.begin_incarnation(json.dumps(own), size=self.size, who=who)
-            shared = json.loads(winner)
+            hosts, why = default_hosts(), f"incarnation of rank {self.rank}"
+            start = join_start(hosts, description=why, timeout_s=settings.plan_timeout)
+            store = GroupStore(
+                PrefixStore("incarnation", start.prefix(torch_compat.group_store(None))),
+                hosts,
+                description=why,
+                timeout_s=settings.plan_timeout,
+            )
+            # A process may have several clients, or later ones with other settings.
+            incarnation = start.next_number("", "incarnation")
+            shared = store.claim(str(incarnation), own)
             self._prepare_rendezvous(store, incarnation, shared, settings)
         if settings.job is not None and shared["job"] != settings.job:
             raise ConfigurationError(
@@ -224,7 +233,7 @@ class World:
         )
 
     def _prepare_rendezvous(
-        self, store: RankStore, incarnation: int, shared: dict[str, Any], settings: Settings
+        self, store: GroupStore, incarnation: int, shared: dict[str, Any], settings: Settings
     ) -> None:
         own = self._host_info
         if settings.embedded and (own is None) is ("host_info" in shared):

@@ -83,6 +83,12 @@ def group_store(process_group: dist.ProcessGroup | None) -> Store:
     return _get_process_group_store(process_group)
 
 
+def group_name(process_group: dist.ProcessGroup | None) -> str:
+    """The name of a process group (None: the default group), the same on all its ranks."""
+    group = dist.group.WORLD if process_group is None else process_group
+    return str(getattr(group, "group_name", ""))
+
+
 def own_connection(store: Store) -> Store:
     """A separate connection to the same store, which doesn't wait for calls of the first.
 
@@ -344,6 +350,7 @@ __all__ = [
     "dtensors_are_planned_by_torch",
     "flatten_state_dict",
     "flattened",
+    "group_name",
     "group_store",
     "has_size",
     "in_mesh",

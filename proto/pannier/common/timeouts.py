@@ -192,7 +192,7 @@ WAIT_LOOK_S: Final = 1.0 * SCALE
 WAIT_LONGEST_LOOK_S: Final = 10.0 * SCALE
 """Longest such pause."""
 WAIT_LONGEST_POLL_S: Final = 0.05 * SCALE
-"""Longest pause between two looks whether all ranks have come."""
+"""Longest pause between two looks into the process group's store, of a rank that waits for others."""
 READ_PROGRESS_S: Final = 2.0 * SCALE
 """Between two reports of a rank that reads to those that wait for it."""
 
@@ -399,11 +399,9 @@ COORDINATOR_START_S: Final = 60.0 * SCALE
 COORDINATOR_REACH_S: Final = 5.0 * SCALE
 """For a reachable coordinator to answer."""
 STORE_POLL_S: Final = 0.02 * SCALE
-"""First pause between two looks into the process group's store; then it doubles."""
+"""First pause between two looks whether a rank has asked to confirm the job's start."""
 STORE_LONGEST_POLL_S: Final = 0.5 * SCALE
 """Longest such pause."""
-RANK_ANSWER_S: Final = 20.0 * SCALE
-"""For a rank on another machine to confirm that it is alive: it may be busy in Python."""
 RANK_ANSWER_EXIT_S: Final = 2.0 * SCALE
 """At exit: for a confirmation that is being written."""
 DAEMON_AGAIN_S: Final = 0.2 * SCALE

@@ -5,16 +5,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 from torch.distributed import HashStore
 
+from pannier.client.ranks.group_store import StoreFailedError, StoreUnansweredError, encode
 from pannier.client.ranks.load_ranks import LoadRanks
 from pannier.client.ranks.rank_hosts import RankHosts
 from pannier.client.ranks.rank_problem import Failed, Problem
-from pannier.client.ranks.store_barrier import Missing, Step, StoreBarrier, encode
-from pannier.client.ranks.store_calls import StoreFailedError, StoreUnansweredError
+from pannier.client.ranks.store_barrier import Missing, Step, StoreBarrier
 from pannier.common import timeouts
 from pannier.wire.errors import InvalidRequestError
 from support.processes.stretch import BOUND_S, stretched
@@ -28,10 +29,18 @@ def settle(values: Mapping[int, Any], missing: Missing | None) -> Any:
     return [here, None if missing is None else missing.ranks]
 
 
-def barrier(store: HashStore, rank: int, size: int, timeout_s: float = BOUND_S) -> StoreBarrier:
-    hosts = RankHosts(rank, store)
-    ranks = range(size)
-    return StoreBarrier(store, ranks, hosts, name="test", description="test", timeout_s=timeout_s)
+def barrier(
+    store: HashStore, rank: int, size: int, timeout_s: float = BOUND_S, number: int = 1
+) -> StoreBarrier:
+    return StoreBarrier(
+        store,
+        range(size),
+        RankHosts(rank, store),
+        name="test",
+        number=number,
+        description="test",
+        timeout_s=timeout_s,
+    )
 
 
 @pytest.fixture
@@ -49,15 +58,16 @@ def on_all(
 def test_all_ranks_get_one_outcome_of_all_values(pool: ThreadPoolExecutor) -> None:
     store, size = HashStore(), 32
 
-    def call(rank: int) -> Any:
-        own = barrier(store, rank, size)
+    def call(rank: int, number: int) -> Any:
+        own = barrier(store, rank, size, number=number)
         found = own.arrive(FIRST, rank * rank, settle)
         assert found == [[[each, each * each] for each in range(size)], None]
         return own.arrive(SECOND, rank, settle)
 
-    for _ in range(2):
+    for number in (1, 2):
         # At the second step the first rank alone is waited for.
-        assert set(map(str, on_all(pool, range(size), call).values())) == {"[[[0, 0]], None]"}
+        outcomes = on_all(pool, range(size), partial(call, number=number))
+        assert set(map(str, outcomes.values())) == {"[[[0, 0]], None]"}
 
 
 def test_those_that_do_not_come_are_named_and_a_late_one_gets_the_same(
@@ -94,7 +104,7 @@ def test_a_failure_ends_a_step_and_gives_others_time_for_theirs(
         "[[[0, 0], [1, 1], [2, 'failed']], None]"
     }
     # Without time for them, it has only what is there.
-    assert barrier(store, 2, 3).fail(FIRST, "again", settle, grace_s=0) == [
+    assert barrier(store, 2, 3, number=2).fail(FIRST, "again", settle, grace_s=0) == [
         [[2, "again"]],
         [0, 1],
     ]
@@ -103,16 +113,16 @@ def test_a_failure_ends_a_step_and_gives_others_time_for_theirs(
 def test_what_a_call_leaves_goes_with_the_next(pool: ThreadPoolExecutor) -> None:
     store = HashStore()
 
-    def call(rank: int) -> None:
-        own = barrier(store, rank, 4)
+    def call(rank: int, number: int) -> None:
+        own = barrier(store, rank, 4, number=number)
         own.arrive(FIRST, rank, settle)
-        own.forget_previous([FIRST, SECOND])
+        own.forget([FIRST, SECOND], range(1, number))
         own.show_progress(FIRST, "half")
         own.arrive(SECOND, rank, settle)
 
     sizes = []
-    for _ in range(5):
-        on_all(pool, range(4), call)
+    for number in range(1, 6):
+        on_all(pool, range(4), partial(call, number=number))
         sizes.append(store.num_keys())
     assert len(set(sizes[1:])) == 1
 
@@ -127,10 +137,10 @@ def test_a_store_that_does_not_answer_is_named_with_the_rank_that_serves_it() ->
         def check(self, _: Sequence[str]) -> bool:
             return held.wait(BOUND_S)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(store, name)
+        def set(self, *_: object) -> None:
+            self.check([])
 
-    own._store = Stuck()
+    own._store._store = cast(Any, Stuck())
     with pytest.raises(
         StoreFailedError, match=r"store, which rank 0.* or its launcher serves, has"
     ):
@@ -191,7 +201,7 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 def exchange(store: BusyStore, collective: Callable[[], object], timeout_s: float) -> None:
     ranks = LoadRanks(None, alone=True, timeout_s=timeout_s, description="test")
     ranks._barrier = barrier(HashStore(), 1, 2)
-    ranks._barrier._store = store
+    ranks._barrier._store._store = cast(Any, store)
     try:
         ranks._exchange(collective)
     finally:

@@ -6,7 +6,7 @@ import psutil
 import pytest
 from torch.distributed import HashStore
 
-from pannier.client.ranks import rank_hosts
+from pannier.client import machine
 from pannier.client.ranks.rank_hosts import RankHosts, RankRecord
 
 
@@ -62,12 +62,11 @@ def test_a_process_of_this_machine_that_ended_or_stopped_is_seen(store: HashStor
         Hosts(store, 1, host="node-0", pid=child.pid, started_s=started_s).register()
         # Another process has its number now.
         Hosts(store, 2, host="node-0", pid=child.pid, started_s=started_s - 9).register()
-        # Of an earlier start, and of another machine.
-        Hosts(store, 3, host="node-0", pid=child.pid, written_s=own.own.started_s - 5).register()
-        Hosts(store, 4, host="node-0", pid=child.pid, machine="b").register()
-        assert own.dead(range(5)) == {2: f"its process {child.pid} has ended"}
+        # Of another machine.
+        Hosts(store, 3, host="node-0", pid=child.pid, machine="b").register()
+        assert own.dead(range(4)) == {2: f"its process {child.pid} has ended"}
         child.kill()
         child.wait()
-        assert [*own.dead(range(5))] == [1, 2]
+        assert [*own.dead(range(4))] == [1, 2]
         assert own.text([1, 3]) == "rank 1 (host node-0, ended), rank 3 (host node-0)"
-    assert rank_hosts._exists(1)
+    assert machine._exists(1)

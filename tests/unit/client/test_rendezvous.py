@@ -13,8 +13,9 @@ from pannier.client.config import Settings
 from pannier.client.embedded import launcher, network, rendezvous
 from pannier.client.embedded.certificates import TlsBundle, issue
 from pannier.client.embedded.daemon_spec import job_daemons, write_record, write_tls_files
-from pannier.client.embedded.pg_store import RankStore
 from pannier.client.embedded.rendezvous import HostInfo, Rendezvous, agree
+from pannier.client.ranks.group_store import GroupStore
+from pannier.client.ranks.rank_hosts import RankHosts
 from pannier.common import timeouts
 from pannier.common.daemon_record import DaemonRecord, decisive_variables
 from pannier.wire import addresses
@@ -61,8 +62,10 @@ class Ranks:
         own = self.hosts[rank]
         assert own is not None
         assert self.first is not None
-        rank_store = RankStore(rank, timeout_s=BOUND_S, store=self.store)
-        return agree(rank_store, 1, own, self.first, size=len(self.hosts), settings=self._settings)
+        store = GroupStore(
+            self.store, RankHosts(rank), description=f"rank {rank}", timeout_s=BOUND_S
+        )
+        return agree(store, 1, own, self.first, size=len(self.hosts), settings=self._settings)
 
     def run(self) -> list[Rendezvous | Exception | None]:
         """The result of each rank that comes."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pannier.client.ranks import store_barrier
+from pannier.client.ranks import group_store, store_barrier
 from pannier.client.ranks.rank_hosts import RankHosts
 from pannier.client.ranks.store_barrier import Missing, Step, StoreBarrier
 
@@ -30,6 +30,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(store_barrier, "time", clock)
+    monkeypatch.setattr(group_store, "time", clock)
     return clock
 
 
@@ -44,13 +45,14 @@ def barrier_of(store: dist.HashStore, rank: int, *, timeout_s: float = 10) -> St
         [0, 1],
         RankHosts(rank, store),
         name="test",
+        number=1,
         description="test",
         timeout_s=timeout_s,
     )
 
 
 def settle(values: Mapping[int, Any], missing: Missing | None) -> Any:
-    return dict(values) if missing is None else (missing.ranks, missing.waited_s)
+    return None if missing is None else (missing.ranks, missing.waited_s)
 
 
 @pytest.mark.usefixtures("clock")

@@ -15,11 +15,11 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pannier.client import machine
 from pannier.wire.addresses import channel_options
 from pannier.wire.errors import ConfigurationError, from_rpc_error
 from pannier.wire.tls import Tls, open_channel
 
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
 """Documentation addresses (RFC 5737, RFC 3849): the route to them is the default route."""
 
@@ -30,16 +30,8 @@ def runtime_dir_id(directory: Path) -> str:
     Not the hostname, which containers may share, nor the path of the directory. It must exist.
     """
     found = directory.stat()
-    text = f"{boot_id()} {found.st_dev} {found.st_ino}"
+    text = f"{machine.boot_id()} {found.st_dev} {found.st_ino}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def boot_id() -> str:
-    """An id of the machine's kernel since its boot; processes with the same id share a clock."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:  # a sandbox without it
-        return socket.gethostname()
 
 
 def own_address(towards: Iterable[str | None]) -> str | None:

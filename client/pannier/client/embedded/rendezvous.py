@@ -28,7 +28,7 @@ from pannier.client.embedded.daemon_spec import (
     write_record,
     write_tls_files,
 )
-from pannier.client.embedded.pg_store import RankStore
+from pannier.client.ranks.group_store import GroupStore
 from pannier.common import timeouts
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, DeadlineError, UnavailableError
@@ -86,7 +86,7 @@ def host_info(rank: int, host: str, size: int, settings: Settings) -> HostInfo:
 
 
 def agree(
-    store: RankStore,
+    store: GroupStore,
     incarnation: int,
     own: HostInfo,
     first: HostInfo,
@@ -144,7 +144,7 @@ def agree(
     return rendezvous
 
 
-def _new_problem(store: RankStore, incarnation: int, own: HostInfo) -> str | None:
+def _new_problem(store: GroupStore, incarnation: int, own: HostInfo) -> str | None:
     """Why the leader has failed, if this rank has not raised that yet; the next call tries again."""
     failures, raised = f"{incarnation}/failures", f"{incarnation}/raised/{own.rank}"
     count = store.count(failures)
@@ -152,7 +152,8 @@ def _new_problem(store: RankStore, incarnation: int, own: HostInfo) -> str | Non
     if not new:
         return None
     store.count(raised, new)
-    return store.read(f"{failures}/{count}")
+    problem: str | None = store.read(f"{failures}/{count}")
+    return problem
 
 
 def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpec:
@@ -187,18 +188,19 @@ def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpe
     return replace(left_spools.with_left_spools(settings, spec), prepare=prepare)
 
 
-def _is_leader(store: RankStore, incarnation: int, own: HostInfo, first: HostInfo) -> bool:
+def _is_leader(store: GroupStore, incarnation: int, own: HostInfo, first: HostInfo) -> bool:
     if own.rank not in (0, first.rank):
         return False
     key = f"{incarnation}/lead"
-    leader = None
+    leader: str | None = None
     if own.rank != 0:
         leader = store.poll(lambda: store.read(key), timeouts.LEADER_S)
-    return (leader or store.claim(key, str(own.rank))) == str(own.rank)
+    leader = leader or store.claim(key, str(own.rank))
+    return leader == str(own.rank)
 
 
 def _decide(
-    store: RankStore,
+    store: GroupStore,
     incarnation: int,
     own: HostInfo,
     first: HostInfo,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pannier.client import torch_compat
 from pannier.client.interrupts import Call, UnansweredError
 from pannier.client.messages import wait_log
-from pannier.client.ranks.group_start import start_store
+from pannier.client.ranks.group_store import StoreUnansweredError, encode, join_start
 from pannier.client.ranks.rank_hosts import default_hosts
 from pannier.client.ranks.rank_problem import (
     Failed,
@@ -28,8 +28,7 @@ from pannier.client.ranks.rank_problem import (
     failed_without,
     lost,
 )
-from pannier.client.ranks.store_barrier import Missing, Step, StoreBarrier, encode
-from pannier.client.ranks.store_calls import StoreUnansweredError
+from pannier.client.ranks.store_barrier import Missing, Step, StoreBarrier
 from pannier.client.timers import Timers
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
@@ -51,6 +50,8 @@ STEPS: Final = (CALL, METADATA, PLAN, GLOBAL_PLAN, READ, END)
 """In their order."""
 ShowWait = Callable[[Callable[[], str]], contextlib.AbstractContextManager[None]]
 """Shows what a rank waits for, as its argument describes it, as long as the context lasts."""
+_KIND: Final = "load"
+"""Of calls that ranks count."""
 _INLINE_BYTES: Final = 1 << 16
 """What the store itself carries to all ranks; more goes through a collective."""
 
@@ -120,11 +121,13 @@ class LoadRanks:
         self._barrier: StoreBarrier | None = None
         if len(self.ranks) > 1:
             hosts = default_hosts()
+            self._start = join_start(hosts, description=description, timeout_s=timeout_s)
             self._barrier = StoreBarrier(
-                start_store(process_group, hosts, description=description, timeout_s=timeout_s),
+                self._start.prefix(torch_compat.group_store(process_group)),
                 self.ranks,
                 hosts,
-                name="load",
+                name=_KIND,
+                number=self._start.next_number(torch_compat.group_name(process_group), _KIND),
                 description=description,
                 timeout_s=timeout_s,
             )
@@ -242,9 +245,10 @@ class LoadRanks:
         """Comes to a step; raises its failure."""
         self._step = step
         if step is CALL and self._barrier is not None:
-            self._barrier.catch_up(
+            number = self._barrier.catch_up(
                 CALL, lambda found: "failed" in found and bool(found["failed"]["is_absence"])
             )
+            self._start.skip_to(torch_compat.group_name(self._process_group), _KIND, number)
         settled = self._settling(step, settle)
         try:
             value = make()
@@ -264,7 +268,9 @@ class LoadRanks:
                 outcome = _from_json(self._barrier.arrive(step, arrived, _for_json(settled)))
         shared = self._succeeded(outcome)
         if step is CALL and self._barrier is not None:
-            self._barrier.forget_previous(STEPS)
+            group = torch_compat.group_name(self._process_group)
+            numbers = self._start.take_done(group, _KIND, self._barrier.number)
+            self._barrier.forget(STEPS, numbers)
         return shared
 
     def _succeeded(self, outcome: _Outcome) -> _Shared:

@@ -3,7 +3,7 @@
 In: every rank registers itself in the default process group's store, at its first ``latest`` or ``load``.
 Out: texts such as ``rank 3 (host node-2)``. A rank that has not registered is known by the others that
 its launcher started on the same host. Blocking, as the store is, also for ever: to be called by
-:class:`~pannier.client.ranks.store_calls.StoreCalls`, unless said otherwise. Thread-safe.
+:class:`~pannier.client.ranks.group_store.GroupStore`, unless said otherwise. Thread-safe.
 """
 
 import json
@@ -12,16 +12,14 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pannier.client.embedded.network import boot_id
-from pannier.client.embedded.pg_store import CLOCK_S, process_start_s, uptime_s
-from pannier.client.torch_compat import Store, group_store
+from pannier.client.machine import machine_id, process_start_s, process_state
+from pannier.client.torch_compat import Store
 from pannier.wire.failures import ranks_text, shorten
 
 _PREFIX: Final = "pannier-hosts"
@@ -43,7 +41,6 @@ class RankRecord:
     pid: int
     started_s: float
     """Of the process, since the machine's boot."""
-    written_s: float
     first: int
     """The first rank that the launcher started on this host; -1: not known."""
     count: int
@@ -59,17 +56,24 @@ class RankHosts:
 
     Args:
         rank: this process's global rank.
-        store: default: that of the default process group.
+        store: the default process group's, of this start; None: see :meth:`use`.
     """
 
     def __init__(self, rank: int, store: Store | None = None) -> None:
-        self._store = PrefixStore(_PREFIX, store or group_store(None))
+        self._store: Store | None = None
+        if store is not None:
+            self.use(store)
         self.rank: Final = rank
         self.own: Final = _own_record(rank)
         self._known: dict[int, RankRecord] = {}
 
+    def use(self, store: Store) -> None:
+        """Looks ranks up in the default process group's store of this start, from now on."""
+        self._store = PrefixStore(_PREFIX, store)
+
     def register(self) -> None:
         """Lets the other ranks know where this one is, and looks up rank 0, which often serves the store."""
+        assert self._store is not None
         self._store.set(str(self.rank), json.dumps(asdict(self.own)))
         if (server := self._record(0)) is not None and dist.group.WORLD is not None:
             _servers[dist.group.WORLD] = server
@@ -77,7 +81,7 @@ class RankHosts:
     def server_text(self) -> str:
         """Which process serves the store, as far as that is known without it."""
         known = self._known_record(0)
-        place = _place(self.known_host(0), _state(known) if known and self._is_seen(known) else "")
+        place = _place(self.known_host(0), self._state(known))
         return f"rank 0{place} or its launcher"
 
     def known_host(self, rank: int) -> str:
@@ -114,24 +118,23 @@ class RankHosts:
         found = {}
         for rank in ranks:
             record = self._seen_record(rank)
-            if record is not None and _state(record) == "ended":
+            if record is not None and process_state(record.pid, record.started_s) == "ended":
                 found[rank] = f"its process {record.pid} has ended"
         return found
 
     def _place(self, rank: int) -> str:
-        record = self._seen_record(rank)
-        return _place(self.host(rank), _state(record) if record is not None else "")
+        return _place(self.host(rank), self._state(self._record(rank)))
 
     def _seen_record(self, rank: int) -> RankRecord | None:
         """A rank's record, if its process can be seen from here."""
         record = self._record(rank)
-        return record if record is not None and self._is_seen(record) else None
+        return record if record is not None and record.machine == self.own.machine else None
 
-    def _is_seen(self, record: RankRecord) -> bool:
-        # The store may outlive processes. Ranks begin once all are connected: what was written before
-        # this process started is from an earlier start.
-        now = record.written_s > self.own.started_s - CLOCK_S
-        return now and record.machine == self.own.machine
+    def _state(self, record: RankRecord | None) -> str:
+        """See :func:`process_state`; empty also where the process can't be seen from here."""
+        if record is None or record.machine != self.own.machine:
+            return ""
+        return process_state(record.pid, record.started_s)
 
     def _known_record(self, rank: int) -> RankRecord | None:
         """Without a look into the store."""
@@ -143,7 +146,7 @@ class RankHosts:
     def _record(self, rank: int) -> RankRecord | None:
         key = str(rank)
         # `get` alone would wait for a value.
-        if rank not in self._known and self._store.check([key]):
+        if rank not in self._known and self._store is not None and self._store.check([key]):
             self._known[rank] = RankRecord(**json.loads(self._store.get(key)))
         return self._known.get(rank)
 
@@ -158,10 +161,9 @@ def _own_record(rank: int) -> RankRecord:
     first, count = _launched_here(rank)
     return RankRecord(
         host=socket.gethostname(),
-        machine=f"{boot_id()} {_pid_namespace()}",
+        machine=machine_id(),
         pid=os.getpid(),
         started_s=process_start_s(),
-        written_s=uptime_s(),
         first=first,
         count=count,
     )
@@ -177,40 +179,6 @@ def _launched_here(rank: int) -> tuple[int, int]:
     return (rank - local, count) if launched == rank and local < count else (-1, 0)
 
 
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:  # a sandbox without it
-        return socket.gethostname()
-
-
-def _state(record: RankRecord) -> str:
-    """``ended`` or ``stopped``; empty: it runs, or that can't be seen."""
-    try:
-        text = Path(f"/proc/{record.pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return "" if _exists(record.pid) else "ended"
-    except OSError:
-        return ""
-    # The process name, in brackets, may contain spaces.
-    fields = text.rpartition(b")")[2].split()
-    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    if fields[0] in (b"Z", b"X") or abs(started_s - record.started_s) > CLOCK_S:
-        return "ended"
-    return "stopped" if fields[0] in (b"T", b"t") else ""
-
-
-def _exists(pid: int) -> bool:
-    """Also where /proc hides processes of other users."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def default_hosts() -> RankHosts:
-    """Of the default process group; this process isn't registered yet."""
+    """Of the default process group; this process isn't registered yet, and no store used."""
     return RankHosts(dist.get_rank())

@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import grpc
 
+from pannier.client import machine
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher
 from pannier.client.embedded.daemon_spec import tls_files
-from pannier.client.embedded.network import boot_id
 from pannier.client.loading.checksum_verifier import Receipts
 from pannier.client.restore.fetched_blocks import FetchedBlocks
 from pannier.client.restore.load_progress import LoadProgress
@@ -243,7 +243,7 @@ def _ask(
 def _host_key(address: str) -> str:
     """Equal for all processes that use this socket; containers may have the same host names."""
     found = os.stat(address.removeprefix("unix://"))
-    text = f"{boot_id()} {found.st_dev} {found.st_ino}"
+    text = f"{machine.boot_id()} {found.st_dev} {found.st_ino}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -5,7 +5,6 @@ saves that an earlier start left ingested. The others get its answer through the
 collective. Blocking.
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -13,23 +12,25 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from pannier.client import torch_compat
 from pannier.client.config import check_timeout
 from pannier.client.loading import catalog, highest_incarnation
 from pannier.client.loading.filesystem import open_dir
 from pannier.client.messages import wait_log
 from pannier.client.messages.call_errors import at_call
 from pannier.client.process_group import is_alone
-from pannier.client.ranks.group_start import start_store
+from pannier.client.ranks.group_store import GroupStore, join_start
 from pannier.client.ranks.rank_hosts import default_hosts
-from pannier.client.ranks.store_calls import StoreCalls
+from pannier.client.ranks.rank_problem import Problem
 from pannier.client.resume.ingested_saves import IngestedSaves, default_ingested
 from pannier.client.save_factory import raise_unretrieved
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.common.locations import CHILDREN, Pattern, absolute
-from pannier.wire.errors import DeadlineError, InvalidRequestError, PannierError, StorageError
+from pannier.wire.errors import DeadlineError, InvalidRequestError, StorageError
 
-_PREFIX: Final = "pannier-latest"
+_KIND: Final = "latest"
+"""Of calls that ranks count."""
 
 
 def latest(
@@ -50,7 +51,7 @@ def latest(
 
     The group's first rank looks it up and the others get its answer through the
     group's store, so that all ranks load the same. No collective: a rank that
-    calls alone waits at most ``timeout``, the first rank never. The n-th call of
+    calls alone waits at most ``timeout``, and the first rank for no other's call. The n-th call of
     each rank of a group belongs together; for one rank alone, use ``no_dist``.
 
     With ``include="ingested"`` it first waits for saves that are newer than that and not committed yet:
@@ -74,7 +75,8 @@ def latest(
         PannierError: an earlier save failed and its error was not retrieved.
         StorageError: the root can't be read; on all ranks.
         DeadlineError: the first rank hasn't answered in time.
-        LoadError: the process group's store, which rank 0 or its launcher serves, doesn't answer.
+        LoadError: the process group's store, which rank 0 or its launcher serves, doesn't answer, or the
+            first rank to save or load doesn't confirm the job's start.
         InvalidRequestError: ranks gave different roots or patterns; the pattern can't be used.
         IntegrityError: the decision of the newest save is damaged, so that its order isn't known.
     """
@@ -170,29 +172,23 @@ def _shared(
     first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
     hosts = default_hosts()
     description = f"latest below {what}"
-    started = start_store(process_group, hosts, description=description, timeout_s=timeout)
-    store = PrefixStore(_PREFIX, started)
-    calls = StoreCalls(hosts, description)
-
-    def begin(_: int) -> tuple[str, str]:
-        hosts.register()
-        return str(store.add(f"calls/{rank}", 1)), hosts.text([first])
-
-    key, first_text = calls.run(begin, timeout)
+    start = join_start(hosts, description=description, timeout_s=timeout)
+    part = PrefixStore(_KIND, start.prefix(torch_compat.group_store(process_group)))
+    store = GroupStore(part, hosts, description=description, timeout_s=timeout)
+    key = str(start.next_number(torch_compat.group_name(process_group), _KIND))
+    store.run(lambda _: hosts.register())
     if rank == 0:
-        return _look_for_all(
-            root, what, look, lambda text: calls.run(lambda _: store.set(key, text), timeout)
-        )
+        return _look_for_all(root, what, look, lambda answer: store.put(key, answer))
     # After the call was counted: so the next call is in step also if this one raises.
     prepare()
+    first_text = store.run(lambda _: hosts.text([first]))
     with wait_log.logged(description, lambda: f"{first_text} to list what is in storage"):
-        content = calls.await_key(store, key, timeout)
-    if content is None:
+        answer = store.await_value(key, timeout)
+    if answer is None:
         raise DeadlineError(
             f"waiting for {first_text}: after {timeout:g} s it has not reported the newest checkpoint "
             f"below {what}; does it call latest() as often as rank {dist.get_rank()}?"
         )
-    answer = json.loads(content)
     if answer["what"] != what:
         raise InvalidRequestError(
             f"rank {dist.get_rank()} called latest() for {what}, but the first rank of its group for "
@@ -206,15 +202,14 @@ def _shared(
 
 
 def _look_for_all(
-    root: str, what: str, look: Callable[[], str | None], send: Callable[[str], None]
+    root: str, what: str, look: Callable[[], str | None], send: Callable[[Any], None]
 ) -> str | None:
     """Runs ``look``, and sends its result or its error to the other ranks."""
     try:
         found = look()
     except Exception as error:
-        text = str(error) if isinstance(error, PannierError) else f"{type(error).__name__}: {error}"
-        send(json.dumps({"what": what, "error": text}))
+        send({"what": what, "error": Problem.of(error).to_json()["message"]})
         raise
     incarnation = highest_incarnation.known(root)
-    send(json.dumps({"what": what, "latest": found, "incarnation": incarnation}))
+    send({"what": what, "latest": found, "incarnation": incarnation})
     return found
