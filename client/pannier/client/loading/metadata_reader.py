@@ -81,7 +81,6 @@ def read_leased(
         StorageError: as :func:`fetch_metadata`.
         InvalidRequestError: it is not that of a DCP checkpoint, or not safe to unpickle, or can't be
             verified, because Pannier didn't write it.
-        ExtensionsError: torch's extensions transformed its bytes.
         IntegrityError: it is not what was committed; where the decision can't be read, only with
             ``verify``.
     """
@@ -97,7 +96,6 @@ def read_leased(
                 "checksums to compare with"
             )
         if not attempt:
-            _check_extensions(metadata, directory.url)
             return LeasedMetadata(content, metadata, None)
         check = partial(Receipts(directory, attempt).check_metadata, content, required=verify)
         take = partial(read_lease.take, directory, attempt, reader=reader, idle_s=idle_s)
@@ -160,7 +158,8 @@ def attempt_of(metadata: Metadata) -> str:
     return object_names.own_attempt(getattr(metadata.storage_meta, "save_id", None))
 
 
-def _check_extensions(metadata: Metadata, url: str) -> None:
+def check_extensions(metadata: Metadata, url: str) -> None:
+    """Raises ExtensionsError if extensions of torch's writer transformed the checkpoint's bytes."""
     # A writer's extensions transform all that it writes.
     first = next(iter((metadata.storage_data or {}).values()), None)
     if transforms := getattr(first, "transform_descriptors", None):

@@ -209,9 +209,10 @@ class StorageReader(storage.StorageReader):
         Args:
             idle_s: seconds without a read after which the lease ends; None: never.
 
-        Raises: as :func:`pannier.client.loading.metadata_reader.read_leased`.
+        Raises: as :func:`pannier.client.loading.metadata_reader.read_leased`, and ExtensionsError.
         """
         self._load.parsed = self._resolve(idle_s)
+        metadata_reader.check_extensions(self._load.parsed[1], self._directory.url)
         return self._load.parsed[0]
 
     def _resolve(self, idle_s: float | None) -> tuple[bytes, Metadata]:
