@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pannier.attempts import decisions, leases
 from pannier.attempts.metadata_refs import referenced_files
 from pannier.attempts.receipts import find_receipts
-from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.client.loading.torch_metadata import build_metadata
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.commit.metadata import build_checked
 from pannier.coordinator.commit.receipt_check import check_external_metadata, check_receipt
@@ -212,7 +212,7 @@ def sound() -> tuple[bytes, list[records_pb2.Receipt]]:
 def test_the_sound_ones_make_a_checkpoint() -> None:
     manifest, receipts = sound()
     candidate = build_checked(manifest, receipts)
-    assert set(unpickle_metadata(candidate, "x").state_dict_metadata) == {"w", "n"}
+    assert set(build_metadata(candidate, "x").state_dict_metadata) == {"w", "n"}
     names = referenced_files(candidate, "x")
     assert names == set(records_pb2.PlanManifest.FromString(manifest).metadata.files)
 
@@ -261,7 +261,7 @@ def _evils(mark: Path) -> list[bytes]:
     ]
 
 
-READERS = (referenced_files, unpickle_metadata)
+READERS = (referenced_files, build_metadata)
 
 
 def test_no_pickle_of_a_bucket_runs_anything(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from pannier.client.loading.range_reader import (
     in_parallel,
     read_ranges,
 )
-from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.client.loading.torch_metadata import build_metadata
 from pannier.client.restore import load_progress
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.local_file import LocalFile
@@ -258,7 +258,7 @@ class StorageReader(storage.StorageReader):
             metadata = (
                 parsed[1]
                 if parsed is not None and parsed[0] is shared
-                else unpickle_metadata(content, posixpath.join(self.checkpoint_id, name))
+                else build_metadata(content, posixpath.join(self.checkpoint_id, name))
             )
         self._load.generation = None
         if rank is None:
