@@ -100,6 +100,9 @@ ROWS = {
         "faults/test_unreachable_storage.py::test_a_first_save_says_soon_that_storage_can_not_be_reached",
         "faults/test_unreachable_storage.py::test_a_save_by_a_known_plan_names_what_storage_said",
     ],
+    "a save failed, and its error was not retrieved": [
+        "faults/test_earlier_errors.py::test_a_failed_saves_error_is_raised_by_a_later_call_that_saves_on_all_ranks_nevertheless",
+    ],
     "a mount hangs": [
         "unit/storage/test_hung_storage.py::test_calls_that_hang_are_abandoned_by_name_and_others_go_on",
         "unit/storage/test_hung_storage.py::test_a_process_ends_though_calls_hang",
@@ -172,6 +175,11 @@ ROWS = {
         "faults/test_local_copies.py::test_a_copy_that_another_process_changed_is_read_from_the_bucket",
         "faults/test_local_copies.py::test_a_copy_without_receipts_in_storage_is_read_from_the_bucket",
         "faults/test_replicas.py::test_every_host_loads_the_committed_bytes_though_a_replica_received_others",
+    ],
+    "a trainer ends normally where its daemons end with it": [
+        "faults/test_exits.py::test_the_last_save_is_committed_before_the_exit_that_ends_a_container",
+        "faults/test_exits.py::test_where_daemons_survive_the_exit_says_which_process_uploads_the_last_save",
+        "unit/common/test_lifetime.py::test_what_manages_a_cgroup_may_end_them",
     ],
     "the decision can't be read or written": [
         "faults/test_failure_table.py::test_a_save_is_in_doubt_while_its_decision_can_not_be_written",

@@ -26,6 +26,7 @@ def test_checkpoints_are_lightnings_and_its_removals_are_refused(
     assert "Lightning reads Pannier's" in output
     assert "Pannier reads Lightning's sharded" in output
     assert "Pannier reads Lightning's single" in output
+    assert "Pannier replaces Lightning's" in output
     assert re.search(r"refused: ModelCheckpoint\(save_top_k=1\) .*PANNIER_KEEP_NEWEST", output)
     assert "refused: save_last='link'" in output
     assert re.search(r"refused: CHECKPOINT_NAME_LAST='{step}-last' .*PANNIER_KEEP_NEWEST", output)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from frameworks.killed_runs import PROGRAMS, check_resumes
 from pannier import client
@@ -27,6 +28,33 @@ def test_a_number_of_checkpoints_to_keep_is_refused_with_the_setting_that_has_it
     ):
         CheckpointManager.Config(enable=True, keep_latest_k=3)
     assert CheckpointManager.Config(enable=True).keep_latest_k == 0
+
+
+@pytest.mark.parametrize("mode", ["DISABLED", "ASYNC"])
+def test_a_save_replaces_what_torch_has_written_at_its_step(
+    daemons: Daemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    from torchtitan.components.checkpointer import AsyncMode
+
+    from pannier.client.integrations.torchtitan import CheckpointManager
+
+    for name, value in daemons.env(**daemons.environment).items():
+        monkeypatch.setenv(name, value)
+    path = str(tmp_path / "step-1")
+    dcp.save({"w": torch.zeros(4)}, checkpoint_id=path, no_dist=True)
+    manager = CheckpointManager(
+        CheckpointManager.Config(enable=True),
+        **dict.fromkeys(("dataloader", "lr_schedulers", "sd_adapter")),
+        model_parts=[],
+        optimizers=[],
+        states={},
+    )
+    manager.dcp_save({"w": torch.ones(4)}, path, AsyncMode[mode])
+    manager.close()
+    loaded = {"w": torch.zeros(4)}
+    client.load(loaded, checkpoint_id=path)
+    assert torch.equal(loaded["w"], torch.ones(4))
+    client.close()
 
 
 def test_its_close_raises_what_a_save_has_failed_with_unless_training_has_failed(

@@ -3,11 +3,15 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from frameworks.killed_runs import PROGRAMS, check_resumes, listed, train
 from pannier import client
+from pannier.client.integrations.scratch_directory import ScratchDirectory
 from pannier.wire import limits
 from support.processes.daemons import Daemons
 from support.processes.ranks import start_ranks
@@ -76,6 +80,35 @@ def test_a_best_model_without_a_checkpoint_is_not_looked_for(
     client.close()
 
 
+def test_a_save_replaces_what_torch_has_written_at_its_name_unless_it_may_not(
+    daemons: Daemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pannier.client.integrations.transformers import PannierCallback
+
+    for name, value in daemons.env(**daemons.environment).items():
+        monkeypatch.setenv(name, value)
+    dcp.save({"w": torch.zeros(4)}, checkpoint_id=tmp_path / "run/checkpoint-2", no_dist=True)
+    state = SimpleNamespace(global_step=2, best_global_step=None, log_history=[])
+    options = SimpleNamespace(metric_for_best_model=None)
+
+    def save(**settings: Any) -> None:
+        callback = PannierCallback(tmp_path / "run", **settings)
+        callback._rank = 0
+        callback._scratch = scratch = ScratchDirectory(tmp_path / "scratch", callback.root)
+        scratch.directory.joinpath("checkpoint-2").mkdir(parents=True, exist_ok=True)
+        scratch.save(Path("checkpoint-2/model"), {"w": torch.ones(4)})
+        callback.on_save(options, state, None)
+        client.wait_all()
+
+    with pytest.raises(client.CheckpointExistsError):
+        save(overwrite=None)
+    save()
+    loaded = {"model": {"w": torch.zeros(4)}}
+    client.load(loaded, checkpoint_id=tmp_path / "run/checkpoint-2")
+    assert torch.equal(loaded["model"]["w"], torch.ones(4))
+    client.close()
+
+
 def test_a_save_has_as_many_metrics_as_it_may_have_the_best_models_first(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,7 +118,7 @@ def test_a_save_has_as_many_metrics_as_it_may_have_the_best_models_first(
     callback = PannierCallback(tmp_path / "run")
     callback._rank = 0
     callback._scratch = SimpleNamespace(
-        directory=tmp_path, stage=lambda name, files, metrics: staged.append(metrics)
+        directory=tmp_path, stage=lambda name, files, metrics, overwrite: staged.append(metrics)
     )
     (tmp_path / "checkpoint-2").mkdir()
     names = [f"eval_{number}_runtime" for number in range(limits.MAX_METRICS)]

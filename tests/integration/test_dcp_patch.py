@@ -1,5 +1,6 @@
 """Code that calls ``torch.distributed.checkpoint`` saves and loads with Pannier within ``client.patch_dcp()``."""
 
+import functools
 import sys
 import types
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from pannier import client
 from pannier.client import InvalidRequestError, SaveAbortedError
 from pannier.client.integrations import dcp_patch
 from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks
 from support.processes.stretch import BOUND_S
 from support.storage.gcs_server import GcsServer
 
@@ -181,6 +183,76 @@ def test_a_checkpoint_per_rank_is_loaded_by_torch(tmp_path: Path) -> None:
             assert loaded(storage_reader=reader) == 3
         with pytest.raises(client.StorageError, match="it doesn't exist"):
             loaded(checkpoint_id=tmp_path / "b")
+
+
+def load_what_extensions_wrote() -> None:
+    import os
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from pannier import client
+    from support.states.extensions import transformed
+
+    dist.init_process_group("gloo")
+    path = Path(os.environ["ROOT"])
+    writer, reader = transformed(path)
+    with client.patch_dcp():
+        dcp.save({"w": torch.ones(64)}, storage_writer=writer)
+        assert not (path / ".pannier").exists()
+        state = {"w": torch.zeros(64)}
+        dcp.load(state, storage_reader=reader)
+        assert torch.equal(state["w"], torch.ones(64))
+    client.close()
+    dist.destroy_process_group()
+
+
+def test_a_checkpoint_with_extensions_that_torch_saved_is_loaded_by_torch_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    run_ranks(load_what_extensions_wrote, 2, {"ROOT": str(tmp_path / "a")}, torchrun=False)
+    with pytest.raises(InvalidRequestError, match=r"transformed by \['stream.flipped/1'\]"):
+        client.load(state(0), checkpoint_id=tmp_path / "a")
+
+
+def test_storage_is_taken_as_the_second_argument_as_torch_takes_it(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with client.patch_dcp():
+        dcp.save(state(1), dcp.FileSystemWriter(path))
+        assert is_ours(path)
+        target = state(0)
+        dcp.load(target, dcp.FileSystemReader(path))
+        assert target["step"] == 1
+        dcp.async_save(state(2), dcp.FileSystemWriter(path)).result(BOUND_S)
+        assert loaded(checkpoint_id=path) == 2
+        with pytest.raises(TypeError, match="storage_writer"):
+            dcp.save(state(3), dcp.FileSystemWriter(path), path)
+
+
+def test_a_writer_has_the_id_of_its_save_afterwards(tmp_path: Path) -> None:
+    writer = dcp.FileSystemWriter(tmp_path / "a")
+    with client.patch_dcp():
+        dcp.save(state(1), storage_writer=writer)
+        stored = dcp.FileSystemReader(tmp_path / "a").read_metadata().storage_meta
+        assert stored is not None
+        assert writer.save_id == stored.save_id
+
+
+def test_what_goes_on_with_torchs_functions_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Trainer:
+        write = staticmethod(dcp.save)
+
+    def read(load: Any = dcp.load) -> None: ...
+
+    begin = functools.partial(dcp.async_save, no_dist=True)
+    with client.patch_dcp():
+        (message,) = [each.message for each in caplog.records if "patch_dcp()" in each.message]
+    assert f"the staticmethod write of a class in {__name__}" in message
+    assert f"a default argument of {__name__}.{read.__qualname__}" in message
+    assert "a functools.partial of async_save" in message
+    del begin
 
 
 def test_an_adapter_takes_the_states_of_one_directory(tmp_path: Path) -> None:

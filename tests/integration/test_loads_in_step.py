@@ -154,6 +154,84 @@ def what_raises_at_any_step_ends_the_load_on_all_ranks() -> None:
     assert torch.equal(once(), torch.arange(6.0))
 
 
+def an_error_of_many_megabytes_leaves_the_store_to_the_next_load_and_to_torch() -> None:
+    import os
+    from typing import Any
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from pannier import client
+
+    rank, place = dist.get_rank(), os.environ["PLACE"] + "-of-a-wrapped-module"
+    module = torch.nn.Module()
+    for number in range(3000):
+        parameter = torch.nn.Parameter(torch.ones(1))
+        module.register_parameter(f"{number:04d}_{'expert' * 250}", parameter)
+
+    class Wrapped:
+        """Saved with another prefix than the module has: torch names each of its keys twice."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return {f"_orig_mod:{key}": value for key, value in module.state_dict().items()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if rank in wrong:
+                module.load_state_dict(state)
+
+    if rank == 0:
+        dcp.save({"model": Wrapped()}, checkpoint_id=place, no_dist=True)
+    dist.barrier()
+    for wrong in ([0, 1], [1]):
+        # On its own rank, torch's error itself, and whole.
+        expected = RuntimeError if rank in wrong else client.LoadError
+        with pytest.raises(expected) as caught:
+            client.load({"model": Wrapped()}, checkpoint_id=place)
+        text = str(caught.value)
+        if rank in wrong:
+            assert len(text) > 8 << 20
+        else:
+            assert text.startswith(
+                "rank 1: RuntimeError: Error(s) in loading state_dict for Module"
+            )
+            assert text.endswith("more bytes, which that rank's own error has)")
+            assert len(text) < 2200
+        del caught
+    state = {"w": torch.zeros(6)}
+    client.load(state, checkpoint_id=os.environ["PLACE"])
+    assert torch.equal(state["w"], torch.arange(6.0))
+    # torch's own keys go through the same store.
+    dist.barrier(dist.new_group([0, 1]))
+
+
+def an_exception_that_holds_a_large_tensor_ends_the_load_on_the_other_ranks_at_once() -> None:
+    import os
+    from typing import Any
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    from pannier import client
+
+    rank, place = dist.get_rank(), os.environ["PLACE"]
+
+    class Planner(DefaultLoadPlanner):
+        def create_local_plan(self) -> Any:
+            raise ValueError("can't be planned", torch.zeros(4 << 20))
+
+    planner = Planner() if rank == 1 else None
+    with pytest.raises(client.LoadError, match=r"rank 1: ValueError: .*can't be planned") as caught:
+        client.load({"w": torch.zeros(6)}, checkpoint_id=place, planner=planner)
+    # The exception itself stays on its rank.
+    assert isinstance(caught.value.failures[1][0], ValueError) is (rank == 1)
+    del caught
+    client.load({"w": torch.zeros(6)}, checkpoint_id=place)
+
+
 def an_interrupt_on_one_rank_is_raised_there_and_named_elsewhere() -> None:
     import os
     from typing import Any
@@ -356,6 +434,8 @@ SCENARIOS = (
     (3, a_rank_that_never_calls_load_is_named_and_the_next_load_works),
     (2, a_rank_that_left_loads_out_or_has_wrong_arguments_is_in_step_at_the_next_one),
     (3, what_raises_at_any_step_ends_the_load_on_all_ranks),
+    (2, an_error_of_many_megabytes_leaves_the_store_to_the_next_load_and_to_torch),
+    (2, an_exception_that_holds_a_large_tensor_ends_the_load_on_the_other_ranks_at_once),
     (2, an_interrupt_on_one_rank_is_raised_there_and_named_elsewhere),
     (3, groups_and_single_ranks_load_beside_each_other),
     (2, a_rank_that_reads_on_is_waited_for_beyond_the_timeout),

@@ -9,7 +9,9 @@ import builtins
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -36,10 +38,16 @@ from pannier.client.resume.latest import find_latest
 from pannier.client.save_call import SaveCall
 from pannier.client.save_factory import SaveFactory
 from pannier.client.staging.optimizer_guard import Guard, Guards
+from pannier.client.transport.save_errors import has_plan_changed
 from pannier.common import save_interval
 from pannier.common.deadline import Deadline
 from pannier.common.save_interval import Advice
-from pannier.wire.errors import InvalidRequestError, PannierError, SaveSkippedError
+from pannier.wire.errors import (
+    InvalidRequestError,
+    PannierError,
+    SaveAbortedError,
+    SaveSkippedError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -149,12 +157,13 @@ class Client:
             InvalidRequestError: an argument or the state dict can't be accepted (a ValueError).
             SaveAbortedError: another rank can't take part; with failures by rank.
             UnavailableError: the sidecar can't be reached.
-            PannierError: an earlier save failed and its error was not retrieved.
+            PannierError: an earlier save failed and its error was not retrieved. This save is made
+                nevertheless, as on the other ranks; it has no handle then, but :meth:`wait_all` waits for it.
             Exception: the original exception of the planner, a ``state_dict()``, pickling or a copy
                 from a device on this rank, with a note that names the save; the other ranks get a
                 SaveAbortedError that names this rank and the cause.
 
-        After any exception this save has ended on all ranks, and their next saves have equal numbers.
+        After any other exception this save has ended on all ranks. Their next saves have equal numbers.
         """
         if isinstance(storage_writer, StorageWriter):
             process_group = storage_writer.process_group if process_group is None else process_group
@@ -169,12 +178,13 @@ class Client:
         def run(call: SaveCall) -> SaveHandle:
             nonlocal deadline, current
             current = call
-            self._check_ready()
+            self._factory.check_open()
             options.check_on_busy(on_busy)
             options.check_staging(staging)
             numbers = check_metrics(metrics)
             extra = options.check_extra_files(extra_files)
             replace = options.check_overwrite(overwrite)
+            options.check_on_commit(on_commit)
             options.check_torch_only(async_checkpointer_type, async_stager, use_collectives)
             path = options.checkpoint_path(_target(checkpoint_id, storage_writer))
             seconds = self.settings.save_timeout if timeout is None else check_timeout(timeout)
@@ -193,24 +203,47 @@ class Client:
             )
 
         reported = _reported_target(checkpoint_id, storage_writer)
-        try:
-            handle = self._factory.run(process_group, no_dist, reported, run)
-            if on_commit is not None:
-                handle.add_commit_callback(on_commit)
-            return handle
-        except SaveSkippedError as error:
-            skipped = None
-            if on_busy == "skip" and current is not None:
-                skipped = current.skipped_handle(error)
-            if skipped is None:
-                raise
-            return skipped
+        with self._raising_earlier():
+            try:
+                handle = self._factory.run(process_group, no_dist, reported, run)
+                if on_commit is not None:
+                    handle.add_commit_callback(on_commit)
+            except SaveSkippedError as error:
+                skipped = None
+                if on_busy == "skip" and current is not None:
+                    skipped = current.skipped_handle(error)
+                if skipped is None:
+                    raise
+                handle = skipped
+        return handle
 
     @at_call
     def save(
         self, state_dict: Mapping[str, Any], storage_writer: Any = None, **arguments: Any
     ) -> SaveResult:
-        """:meth:`async_save`, waiting until the checkpoint is committed."""
+        """:meth:`async_save`, waiting until the checkpoint is committed.
+
+        If the plans of other ranks have changed so that what this call staged by the last plan makes no
+        checkpoint with them, the save is planned again, on all ranks.
+        """
+        began = time.monotonic()
+        with self._raising_earlier():
+            try:
+                result = self._save_once(state_dict, storage_writer, arguments)
+            except SaveAbortedError as error:
+                if not has_plan_changed(error):
+                    raise
+                if arguments.get("timeout") is not None:
+                    arguments["timeout"] -= time.monotonic() - began
+                    if arguments["timeout"] <= 0:
+                        raise
+                _log.warning("%s; all ranks plan it again now", error)
+                result = self._save_once(state_dict, storage_writer, arguments)
+        return result
+
+    def _save_once(
+        self, state_dict: Mapping[str, Any], storage_writer: Any, arguments: Mapping[str, Any]
+    ) -> SaveResult:
         handle = self.async_save(state_dict, storage_writer, **arguments)
         with wait_log.logged(
             f"save to {handle.status().checkpoint_id}", lambda: handle.status().waiting_on
@@ -241,12 +274,13 @@ class Client:
         """
 
         def run(call: SaveCall) -> None:
-            self._check_ready()
+            self._factory.check_open()
             call.accept(options.prepared_path(checkpoint_root))
             self._factory.prepare(call, state_dict, planner)
 
         reported = _reported_target(checkpoint_root, None)
-        self._factory.run(process_group, no_dist, reported, run)
+        with self._raising_earlier():
+            self._factory.run(process_group, no_dist, reported, run)
 
     @at_call
     def guard(self, optimizer: torch.optim.Optimizer, *, wait: bool = True) -> Guard:
@@ -383,9 +417,14 @@ class Client:
             # The block's own error is raised; this one is logged.
             _log.error("while leaving after %s: %s", type(error).__name__, later)
 
-    def _check_ready(self) -> None:
-        self._factory.check_open()
-        self._factory.saves.errors.raise_all()
+    def _raising_earlier(self) -> AbstractContextManager[None]:
+        """Raises unretrieved errors of earlier saves, once the block has saved.
+
+        Raised before, they would end that save, too: on all ranks, since the others take part in it.
+        """
+        return self._factory.saves.errors.deferred(
+            "raised by a later call, whose own save is made all the same: wait_all() waits for it"
+        )
 
 
 def _target(checkpoint_id: Any, writer: Any) -> Any:

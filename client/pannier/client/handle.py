@@ -10,8 +10,9 @@ import concurrent.futures
 import copy
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, cast
 
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from pannier.client.interrupts import Condition, SafeFuture
 from pannier.client.loading.storage_reader import StorageReader
-from pannier.client.user_errors import description, without_frames
+from pannier.client.user_errors import add_note, description, without_frames
 from pannier.v1 import save_pb2
 from pannier.wire.errors import (
     CommitCallbackError,
@@ -148,24 +149,50 @@ class UnretrievedErrors:
 
     def raise_all(self) -> None:
         """Raises the errors that were not retrieved, each once; several are joined in one error."""
+        _raise(self._take())
+
+    @contextmanager
+    def deferred(self, note: str) -> Iterator[None]:
+        """Raises the errors from before this block after it, with ``note``: so they don't cost what it does.
+
+        If the block itself raises, they stay for the next call.
+        """
+        failed = self._take()
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._failed[:0] = failed
+            raise
+        try:
+            _raise(failed)
+        except PannierError as error:
+            add_note(error, note)
+            raise
+
+    def _take(self) -> list[Outcome]:
         with self._lock:
             failed, self._failed = self._failed, []
-        errors = [outcome.error for outcome in failed if outcome.error and not outcome.retrieved]
-        if not errors:
-            return
-        for outcome in failed:
-            outcome.mark_retrieved()
-        raised = [_of_earlier_save(error) for error in errors]
-        if len(raised) == 1:
-            raise raised[0]
-        # By rank, the cause of the earliest save counts.
-        failures = [f for error in reversed(raised) for f in error.failures.values()]
-        # A save in doubt must not be raised as an aborted one, and the error of a commit callback, whose save
-        # is committed, must not hide either.
-        order = (InDoubtError, SaveAbortedError)
-        first = next((e for kind in order for e in raised if isinstance(e, kind)), raised[0])
-        kind = InDoubtError if isinstance(first, InDoubtError) else type(first)
-        raise kind("; and ".join(map(str, raised)), failures)
+            return failed
+
+
+def _raise(failed: Sequence[Outcome]) -> None:
+    errors = [outcome.error for outcome in failed if outcome.error and not outcome.retrieved]
+    if not errors:
+        return
+    for outcome in failed:
+        outcome.mark_retrieved()
+    raised = [_of_earlier_save(error) for error in errors]
+    if len(raised) == 1:
+        raise raised[0]
+    # By rank, the cause of the earliest save counts.
+    failures = [f for error in reversed(raised) for f in error.failures.values()]
+    # A save in doubt must not be raised as an aborted one, and the error of a commit callback, whose save
+    # is committed, must not hide either.
+    order = (InDoubtError, SaveAbortedError)
+    first = next((e for kind in order for e in raised if isinstance(e, kind)), raised[0])
+    kind = InDoubtError if isinstance(first, InDoubtError) else type(first)
+    raise kind("; and ".join(map(str, raised)), failures)
 
 
 class CommitCallbacks:

@@ -57,6 +57,12 @@ def check_overwrite(overwrite: Any) -> bool | None:
     raise InvalidRequestError(f"overwrite={overwrite!r}: use None, True or False")
 
 
+def check_on_commit(callback: Any) -> None:
+    """Raises InvalidRequestError unless it is None or can be called."""
+    if callback is not None and not callable(callback):
+        raise InvalidRequestError(f"on_commit={callback!r}: give a function of the result, or None")
+
+
 def check_extra_files(files: Any) -> dict[str, bytes]:
     """The small files that a save adds, by name. Raises InvalidRequestError naming what isn't one."""
     if files is None:

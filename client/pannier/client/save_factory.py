@@ -18,11 +18,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from pannier.client import exit_hooks
 from pannier.client.config import Settings, load_settings
-from pannier.client.embedded import launcher
 from pannier.client.handle import SaveHandle
 from pannier.client.identity import World
 from pannier.client.interrupts import aside, clean_up_after, shielded
-from pannier.client.messages import save_line, wait_log
+from pannier.client.messages import console, save_line, wait_log
 from pannier.client.options import checkpoint_path, reported_path
 from pannier.client.planning import stage_plan
 from pannier.client.planning.local_plan import PlannerRun
@@ -35,9 +34,11 @@ from pannier.client.staging.in_flight import InFlightSaves
 from pannier.client.staging.stager import add_extra_files
 from pannier.client.transport.channel import keep_in_children
 from pannier.client.transport.membership import Membership
+from pannier.client.transport.save_errors import needs_new_plan
 from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.saves_in_progress import SavesInProgress, check_may_wait
 from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.common.save_interval import SaveCost
 from pannier.v1 import plan_pb2, sidecar_pb2
@@ -204,19 +205,29 @@ class SaveFactory:
             handle = task.handle
             wait.reason = lambda: handle.status().waiting_on or _plan()
             spec = planned or stage_plan.save_spec(context, state_dict, planner)
-            scope = spec.scope
 
             def request_plan(run: PlannerRun) -> plan_pb2.FinalPlan:
                 if deadline.passed:
                     raise DeadlineError(f"save {task.status.text} was not planned in time")
                 call.mark_planned()
                 wait_s = min(self.settings.plan_timeout, deadline.remaining())
-                return _request_plan(sidecar, context, run, wait_s, deadline.remaining())
+                return _request_plan(
+                    sidecar,
+                    context,
+                    run,
+                    wait_s,
+                    deadline.remaining(),
+                    storage_wait_s=timeouts.SKIP_STORAGE_S if on_busy == "skip" else 0.0,
+                )
 
             plan = stage_plan.resolve_plan(self._plans, spec, request_plan)
-            task.planned(
-                plan.attempt, plan.plan_id, plan.unconfirmed, lambda: self._plans.drop(scope)
-            )
+
+            def drop_part(error: BaseException) -> None:
+                if needs_new_plan(error):
+                    self._plans.drop(spec.scope, plan.part)
+
+            unconfirmed = None if plan.is_confirmed else plan.part
+            task.planned(plan.attempt, plan.plan_id, unconfirmed, drop_part)
             arena = aside(lambda: slot.hold(sidecar.arena(self.slots.pool, plan.sizes)))
             wait.end()
             staged = plan.stage(arena, devices)
@@ -336,7 +347,7 @@ class SaveFactory:
         self.saves.drop_interrupted()
         # Unless it was interrupted, the interpreter has waited until all are sent.
         unsent = self.saves.abandon("not handed over to the sidecar", unsent_only=True)
-        if not unsent and self._must_wait():
+        if not unsent and self._must_wait(exits=True):
             self._wait_at_exit()
         self.saves.abandon()
         self._disconnect(self._members())
@@ -361,8 +372,26 @@ class SaveFactory:
         if not (self.saves or self.saves.errors):
             exit_hooks.let_go(self)
 
-    def _must_wait(self) -> bool:
-        return self.settings.embedded and not launcher.outlives_trainer()
+    def _must_wait(self, *, exits: bool = False) -> bool:
+        """Whether the embedded daemons may end with this process, so that it waits for their commits.
+
+        Logs, once per host, what it waits for, or, where the process ``exits``, which process commits it.
+        """
+        if not self.settings.embedded:
+            return False
+        daemons = [found for member in self._members() if (found := member.daemons())]
+        ended_by = next((each.ended_by for each in daemons if each.ended_by is not None), None)
+        left = self.saves.uncommitted_size()
+        if left and os.environ.get("LOCAL_RANK", "0") == "0":
+            names = " and ".join(each.name for each in daemons)
+            if ended_by is not None:
+                console.info(
+                    "waiting until %s are committed: %s may end with this process, by %s",
+                    *(left, names, ended_by),
+                )
+            elif exits:
+                console.info("%s are uploaded by %s after this one ends", left, names)
+        return ended_by is not None
 
     @shielded
     def _wait_for_others(self, timeout: float | None, given: float | None = None) -> None:
@@ -380,7 +409,7 @@ class SaveFactory:
             if not self._refuses_saves:
                 self._wait_for_others(None)
         except (KeyboardInterrupt, SystemExit):
-            self.saves.abandon("not committed, and the embedded daemons end with it")
+            self.saves.abandon("not committed, and the embedded daemons may end with it")
 
     def _members(self) -> list[Membership]:
         with self._lock:
@@ -401,8 +430,13 @@ def _request_plan(
     save_timeout_s: float,
     *,
     prepare: bool = False,
+    storage_wait_s: float = 0.0,
 ) -> plan_pb2.FinalPlan:
-    """The final plan for a local plan, once every rank's has arrived."""
+    """The final plan for a local plan, once every rank's has arrived.
+
+    Args:
+        storage_wait_s: storage may delay it for so long after that; 0: without limit.
+    """
     request = sidecar_pb2.PlanRequest(
         context=context,
         plan=run.message,
@@ -410,6 +444,7 @@ def _request_plan(
         timeout_s=wait_s,
         save_timeout_s=save_timeout_s,
         prepare=prepare,
+        storage_wait_s=storage_wait_s,
     )
     return sidecar.plan(request, wait_s).plan
 
@@ -444,6 +479,14 @@ def raise_unretrieved() -> None:
     factory = _default
     if factory is not None and factory.is_own_process:
         factory.saves.errors.raise_all()
+
+
+def wait_default() -> None:
+    """Waits until the default factory's saves have ended; raises its unretrieved errors. Makes no factory."""
+    factory = _default
+    if factory is not None and factory.is_own_process:
+        factory.saves.wait(None)
+    raise_unretrieved()
 
 
 def configure(**settings: Any) -> None:

@@ -7,6 +7,7 @@ names, or these.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Final
 
@@ -126,8 +127,26 @@ def local_tensors(value: torch.Tensor) -> list[torch.Tensor]:
     return [value]
 
 
-DTENSOR_FACTS: Final = attrgetter("_spec.placements", "_spec.mesh", "shape", "requires_grad")
-"""What, besides the local tensor, a DTensor's item is made from."""
+LOCAL_TENSOR: Final = attrgetter("_local_tensor")
+"""The local tensor of a value of the very type DTensor."""
+
+
+def dtensors_are_planned_by_torch() -> bool:
+    """Whether the method that makes a DTensor's items is torch's own."""
+    method = DTensor.__create_write_items__
+    return (method.__module__ or "").startswith("torch.")
+
+
+def dtensor_facts(values: Sequence[DTensor]) -> tuple[list[Any], list[type]]:
+    """What, besides the local tensors, the items of DTensors are made from."""
+    # The types as well: in torch 2.9 ``_StridedShard(0, split_factor=2) == Shard(0)``.
+    # https://github.com/pytorch/pytorch/blob/v2.9.0/torch/distributed/tensor/placement_types.py
+    placements = chain.from_iterable(map(_PLACEMENTS, values))
+    return list(map(_SPEC, values)), list(map(type, placements))
+
+
+_PLACEMENTS: Final = attrgetter("_spec.placements")
+_SPEC: Final = attrgetter("_spec.placements", "_spec.mesh", "shape", "requires_grad")
 
 
 def in_mesh(value: DTensor) -> bool:
@@ -309,8 +328,8 @@ def without_plan_cache(planner: SavePlanner) -> Iterator[None]:
 
 
 __all__ = [
-    "DTENSOR_FACTS",
     "GLOBAL_PLANNING",
+    "LOCAL_TENSOR",
     "MEMORY_FORMATS",
     "AsyncCollectiveTensor",
     "FakeTensor",
@@ -321,6 +340,8 @@ __all__ = [
     "backward_is_running",
     "caches_plans",
     "copy_all",
+    "dtensor_facts",
+    "dtensors_are_planned_by_torch",
     "flatten_state_dict",
     "flattened",
     "group_store",

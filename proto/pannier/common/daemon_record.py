@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from pannier.common import lifetime
 from pannier.wire.version import WIRE_VERSION, package_version
 
 Variables = dict[str, str | None]
 """SHA-256 of the values by name, hex. None: set by a flag, which every trainer accepts."""
 
 _FILE: Final = "up.json"
+_SPOOL: Final = "spool.path"
 _DECISIVE: Final = re.compile(
     r"PANNIER_(COORDINATOR|SPOOL|STORAGE_OPTIONS|ALLOW|PLANNER)"
     r"|PANNIER_(KEEP\w*|RETENTION_PATTERN|GRACE_SUPERSEDED)"
@@ -33,6 +35,7 @@ _DECISIVE: Final = re.compile(
     r"|AWS_(CONFIG_FILE|SHARED_CREDENTIALS_FILE|WEB_IDENTITY_TOKEN_FILE|CA_BUNDLE)"
 )
 """Endpoints, profiles, paths, regions and Pannier's own settings."""
+_PANNIERS_OWN: Final = re.compile(r"PANNIER_\w+")
 _ROTATING: Final = re.compile(r"FSSPEC_\w*(KEY|SECRET|TOKEN|PASSWORD)\w*")
 """Credentials may change every hour and don't change the destination."""
 
@@ -53,6 +56,8 @@ class DaemonRecord:
     user: str
     exits_idle: bool
     """Whether they exit when they are idle, as those that a client started do."""
+    ended_by: str | None = "an earlier version, which doesn't say what ends them"
+    """See :func:`pannier.common.lifetime.ended_by`."""
 
     @classmethod
     def of_this_process(cls, variables: Variables, *, exits_idle: bool) -> "DaemonRecord":
@@ -65,6 +70,7 @@ class DaemonRecord:
             pid=os.getpid(),
             user=user_name(os.getuid()),
             exits_idle=exits_idle,
+            ended_by=lifetime.ended_by(os.environ),
         )
 
     @property
@@ -115,6 +121,40 @@ def decisive_variables(environment: Mapping[str, str]) -> Variables:
         for name, value in environment.items()
         if value and _DECISIVE.fullmatch(name) and not _ROTATING.fullmatch(name)
     }
+
+
+def storage_variables(
+    environment: Mapping[str, str], options: Mapping[str, object]
+) -> dict[str, str]:
+    """The part of :func:`decisive_variables` that decides where bytes go: endpoints, accounts and paths to credentials.
+
+    Args:
+        options: storage options, from a flag or ``PANNIER_STORAGE_OPTIONS``.
+    """
+    found = {
+        name: str(value)
+        for name, value in decisive_variables(environment).items()
+        if not _PANNIERS_OWN.fullmatch(name)
+    }
+    if options:
+        text = json.dumps(options, sort_keys=True, default=str)
+        found["PANNIER_STORAGE_OPTIONS"] = hashlib.sha256(os.fsencode(text)).hexdigest()
+    return found
+
+
+def record_spool(directory: Path, spool: Path) -> None:
+    """Notes, in a runtime directory, the spool that its sidecar has locked."""
+    new = directory / f"{_SPOOL}.new"
+    new.write_text(str(spool))
+    new.replace(directory / _SPOOL)
+
+
+def recorded_spool(directory: Path) -> Path | None:
+    """The spool that the sidecar of a runtime directory had locked last; None: not known."""
+    try:
+        return Path((directory / _SPOOL).read_text())
+    except FileNotFoundError:
+        return None
 
 
 def differing(theirs: Variables, ours: Variables) -> list[str]:

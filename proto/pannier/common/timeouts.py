@@ -239,6 +239,10 @@ PROGRESS_S: Final = 0.2 * SCALE
 
 # The coordinator's saves
 
+SKIP_STORAGE_S: Final = 2.0 * SCALE
+"""How long storage may delay the plan of a save with ``on_busy="skip"``, once all ranks have called."""
+STORAGE_WAIT_CHECK_S: Final = 0.2 * SCALE
+"""Between two looks whether the plan of a save that storage may not delay waits for storage."""
 DEFAULT_SAVE_S: Final = 3600.0 * SCALE
 """For a save of which no rank has reported a deadline."""
 RESUMED_SAVE_S: Final = 60.0 * SCALE
@@ -379,7 +383,9 @@ DAEMONS_START_POLL_S: Final = 0.02 * SCALE
 DAEMON_ACCEPT_S: Final = 1.0 * SCALE
 """For the socket of an embedded daemon to accept a connection; otherwise the daemon counts as not running."""
 DAEMONS_STATUS_POLL_S: Final = 0.2 * SCALE
-"""Between two looks at what embedded daemons still do, where they can't outlive the trainer."""
+"""Between two looks at what embedded daemons still do, where they may end with the trainer."""
+LOGIND_S: Final = 2.0 * SCALE
+"""For systemd-logind to answer whether it kills processes at logout."""
 STATUS_CALL_S: Final = 10.0 * SCALE
 """For the status call of a daemon."""
 HOST_DAEMONS_IDLE_S: Final = 300.0 * SCALE

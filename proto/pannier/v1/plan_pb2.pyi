@@ -133,18 +133,20 @@ class PlannedFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class FinalPlan(_message.Message):
-    __slots__ = ("plan_id", "attempt", "positions", "files", "placement")
+    __slots__ = ("plan_id", "attempt", "positions", "files", "placement", "part")
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     plan_id: str
     attempt: str
     positions: bytes
     files: _containers.RepeatedCompositeFieldContainer[PlannedFile]
     placement: Placement
-    def __init__(self, plan_id: _Optional[str] = ..., attempt: _Optional[str] = ..., positions: _Optional[bytes] = ..., files: _Optional[_Iterable[_Union[PlannedFile, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ...) -> None: ...
+    part: str
+    def __init__(self, plan_id: _Optional[str] = ..., attempt: _Optional[str] = ..., positions: _Optional[bytes] = ..., files: _Optional[_Iterable[_Union[PlannedFile, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., part: _Optional[str] = ...) -> None: ...
 
 class GlobalMetadata(_message.Message):
     __slots__ = ("items", "files", "placement", "mappings")

@@ -47,7 +47,7 @@ class Member(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class PlanManifest(_message.Message):
-    __slots__ = ("save", "attempt", "checkpoint_id", "incarnation_number", "members", "metadata", "owner", "position", "external", "body_size", "crc32c", "overwrite", "timeout_s")
+    __slots__ = ("save", "attempt", "checkpoint_id", "incarnation_number", "members", "metadata", "owner", "position", "external", "body_size", "crc32c", "overwrite", "timeout_s", "unused")
     SAVE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class PlanManifest(_message.Message):
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     OVERWRITE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_FIELD_NUMBER: _ClassVar[int]
     save: _save_pb2.SaveId
     attempt: str
     checkpoint_id: str
@@ -74,7 +75,18 @@ class PlanManifest(_message.Message):
     crc32c: int
     overwrite: _save_pb2.Overwrite
     timeout_s: float
-    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[bytes] = ..., position: _Optional[bytes] = ..., external: bool = ..., body_size: _Optional[int] = ..., crc32c: _Optional[int] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    unused: UnusedItems
+    def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., incarnation_number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., metadata: _Optional[_Union[_plan_pb2.GlobalMetadata, _Mapping]] = ..., owner: _Optional[bytes] = ..., position: _Optional[bytes] = ..., external: bool = ..., body_size: _Optional[int] = ..., crc32c: _Optional[int] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., timeout_s: _Optional[float] = ..., unused: _Optional[_Union[UnusedItems, _Mapping]] = ...) -> None: ...
+
+class UnusedItems(_message.Message):
+    __slots__ = ("owner", "position", "placement")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    owner: bytes
+    position: bytes
+    placement: _plan_pb2.Placement
+    def __init__(self, owner: _Optional[bytes] = ..., position: _Optional[bytes] = ..., placement: _Optional[_Union[_plan_pb2.Placement, _Mapping]] = ...) -> None: ...
 
 class DataFile(_message.Message):
     __slots__ = ("name", "size", "crc32c", "block_crc32c", "block_bytes")
@@ -117,7 +129,7 @@ class ExtraFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("attempt", "plan_id", "rank", "host", "files", "varying", "metrics", "extra_files")
+    __slots__ = ("attempt", "plan_id", "rank", "host", "files", "varying", "metrics", "extra_files", "part")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +145,7 @@ class Receipt(_message.Message):
     VARYING_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FILES_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     plan_id: str
     rank: int
@@ -141,7 +154,8 @@ class Receipt(_message.Message):
     varying: _containers.RepeatedCompositeFieldContainer[VaryingItem]
     metrics: _containers.ScalarMap[str, float]
     extra_files: _containers.RepeatedCompositeFieldContainer[ExtraFile]
-    def __init__(self, attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., files: _Optional[_Iterable[_Union[DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[VaryingItem, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., extra_files: _Optional[_Iterable[_Union[ExtraFile, _Mapping]]] = ...) -> None: ...
+    part: str
+    def __init__(self, attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., files: _Optional[_Iterable[_Union[DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[VaryingItem, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., extra_files: _Optional[_Iterable[_Union[ExtraFile, _Mapping]]] = ..., part: _Optional[str] = ...) -> None: ...
 
 class Decision(_message.Message):
     __slots__ = ("outcome", "save", "attempt", "incarnation_number", "plan_id", "metadata_size", "metadata_crc32c", "failures", "decided_by", "decided_at", "metrics", "overwrite", "extra_files")

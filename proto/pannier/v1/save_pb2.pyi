@@ -50,6 +50,7 @@ class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_KIND_SPOOL: _ClassVar[FailureKind]
     FAILURE_KIND_INTERNAL: _ClassVar[FailureKind]
     FAILURE_KIND_EXISTS: _ClassVar[FailureKind]
+    FAILURE_KIND_PLAN_CHANGED: _ClassVar[FailureKind]
 SAVE_STATE_UNSPECIFIED: SaveState
 SAVE_STATE_PLANNING: SaveState
 SAVE_STATE_STAGING: SaveState
@@ -82,6 +83,7 @@ FAILURE_KIND_LOST: FailureKind
 FAILURE_KIND_SPOOL: FailureKind
 FAILURE_KIND_INTERNAL: FailureKind
 FAILURE_KIND_EXISTS: FailureKind
+FAILURE_KIND_PLAN_CHANGED: FailureKind
 
 class SaveId(_message.Message):
     __slots__ = ("job", "incarnation", "group", "number")
@@ -158,7 +160,7 @@ class WaitingOn(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class SaveStatus(_message.Message):
-    __slots__ = ("save", "id", "checkpoint_id", "attempt", "state", "ranks", "failures", "waiting_on", "created_at", "planned_s", "ingested_s", "durable_s", "committed_s", "bytes_total", "note", "plan_id", "full_plan_requested", "equal_plan_ids", "replicated_ranks")
+    __slots__ = ("save", "id", "checkpoint_id", "attempt", "state", "ranks", "failures", "waiting_on", "created_at", "planned_s", "ingested_s", "durable_s", "committed_s", "bytes_total", "note", "plan_id", "full_plan_requested", "replicated_ranks")
     SAVE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -176,7 +178,6 @@ class SaveStatus(_message.Message):
     NOTE_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     FULL_PLAN_REQUESTED_FIELD_NUMBER: _ClassVar[int]
-    EQUAL_PLAN_IDS_FIELD_NUMBER: _ClassVar[int]
     REPLICATED_RANKS_FIELD_NUMBER: _ClassVar[int]
     save: SaveId
     id: str
@@ -195,9 +196,8 @@ class SaveStatus(_message.Message):
     note: str
     plan_id: str
     full_plan_requested: bool
-    equal_plan_ids: _containers.RepeatedScalarFieldContainer[str]
     replicated_ranks: int
-    def __init__(self, save: _Optional[_Union[SaveId, _Mapping]] = ..., id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[SaveState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[WaitingOn, _Mapping]] = ..., created_at: _Optional[float] = ..., planned_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ..., plan_id: _Optional[str] = ..., full_plan_requested: bool = ..., equal_plan_ids: _Optional[_Iterable[str]] = ..., replicated_ranks: _Optional[int] = ...) -> None: ...
+    def __init__(self, save: _Optional[_Union[SaveId, _Mapping]] = ..., id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[SaveState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[WaitingOn, _Mapping]] = ..., created_at: _Optional[float] = ..., planned_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ..., plan_id: _Optional[str] = ..., full_plan_requested: bool = ..., replicated_ranks: _Optional[int] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("type", "message", "failures", "resume_at")

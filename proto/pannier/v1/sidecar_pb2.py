@@ -27,7 +27,7 @@ from pannier.v1 import records_pb2 as pannier_dot_v1_dot_records__pb2
 from pannier.v1 import save_pb2 as pannier_dot_v1_dot_save__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pannier/v1/sidecar.proto\x12\npannier.v1\x1a\x15pannier/v1/plan.proto\x1a\x18pannier/v1/records.proto\x1a\x15pannier/v1/save.proto\"\xd7\x01\n\x0e\x43onnectRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12\x0e\n\x06\x63lient\x18\t \x01(\t\x12(\n\x07pending\x18\n \x03(\x0b\x32\x17.pannier.v1.PendingSave\"d\n\x0bPendingSave\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x13\n\x0bhanded_over\x18\x02 \x01(\x08\x12\x16\n\x0esave_timeout_s\x18\x1e \x01(\x01\"\xc4\x01\n\x07Welcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x17\n\x0fsidecar_version\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x04 \x01(\t\x12\x19\n\x11max_message_bytes\x18\x05 \x01(\x04\x12\x10\n\x08\x65mbedded\x18\x06 \x01(\x08\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x13\n\x0b\x64\x65scriptors\x18\x08 \x01(\t\x12\x13\n\x0btoken_first\x18\t \x01(\x08\"\x92\x01\n\x0f\x43onnectResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.pannier.v1.WelcomeH\x00\x12&\n\x04save\x18\x02 \x01(\x0b\x32\x16.pannier.v1.SaveStatusH\x00\x12&\n\x04room\x18\x03 \x01(\x0b\x32\x16.pannier.v1.RoomWantedH\x00\x42\x07\n\x05\x65vent\"\x0c\n\nRoomWanted\"\x82\x02\n\x0bSaveContext\x12 \n\x04save\x18\x01 \x01(\x0b\x32\x12.pannier.v1.SaveId\x12\x15\n\rcheckpoint_id\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12(\n\toverwrite\x18\x07 \x01(\x0e\x32\x15.pannier.v1.Overwrite\x12\x1d\n\x10seen_incarnation\x18( \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05\x61part\x18) \x01(\x08\x12\x0e\n\x06launch\x18* \x01(\tB\x13\n\x11_seen_incarnation\"\xca\x01\n\x0bPlanRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.pannier.v1.LocalPlan\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x16\n\x0esave_timeout_s\x18\x05 \x01(\x01\x12\x14\n\x0cwire_version\x18\x06 \x01(\r\x12\x0f\n\x07prepare\x18\t \x01(\x08J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\t\"9\n\x0cPlanResponse\x12#\n\x04plan\x18\x01 \x01(\x0b\x32\x15.pannier.v1.FinalPlanJ\x04\x08\x02\x10\x03\"m\n\x0f\x43\x61\x63hedPlanClaim\x12\x0f\n\x07plan_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x04 \x01(\t\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"f\n\x0c\x42\x65ginRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x16\n\x0esave_timeout_s\x18\x02 \x01(\x01\x12\x14\n\x0cwire_version\x18\x03 \x01(\r\" \n\rBeginResponse\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\"\xb7\x01\n\nFileHeader\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12*\n\x05\x63laim\x18\x06 \x01(\x0b\x32\x1b.pannier.v1.CachedPlanClaim\x12\x16\n\x0esave_timeout_s\x18\x1e \x01(\x01\"d\n\x0cWriteRequest\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x16.pannier.v1.FileHeader\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\"\n\rWriteResponse\x12\x11\n\tcommitted\x18\x01 \x01(\x04\"_\n\x0eReserveRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\r\n\x05sizes\x18\x05 \x03(\x04\"2\n\nLeasedFile\x12\x12\n\nspool_file\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x04\"G\n\x0fReserveResponse\x12%\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x16.pannier.v1.LeasedFile\x12\r\n\x05token\x18\x02 \x01(\x0c\"e\n\x0eReleaseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\x13\n\x0bspool_files\x18\x05 \x03(\t\"\x11\n\x0fReleaseResponse\"=\n\nMappedFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nspool_file\x18\x02 \x01(\t\x12\r\n\x05stamp\x18\x03 \x01(\x0c\"\xc2\x03\n\x0fHandOverRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x0f\n\x07plan_id\x18\x03 \x01(\t\x12#\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x14.pannier.v1.DataFile\x12(\n\x07varying\x18\x05 \x03(\x0b\x32\x17.pannier.v1.VaryingItem\x12&\n\x06mapped\x18\x06 \x03(\x0b\x32\x16.pannier.v1.MappedFile\x12\x11\n\tstalled_s\x18\x07 \x01(\x01\x12\x39\n\x07metrics\x18\x08 \x03(\x0b\x32(.pannier.v1.HandOverRequest.MetricsEntry\x12*\n\x05\x63laim\x18\t \x01(\x0b\x32\x1b.pannier.v1.CachedPlanClaim\x12*\n\x0b\x65xtra_files\x18\n \x03(\x0b\x32\x15.pannier.v1.ExtraFile\x12\x16\n\x0esave_timeout_s\x18\x1e \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x12\n\x10HandOverResponse\"\x8b\x01\n\rFinishRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12,\n\x08metadata\x18\x03 \x01(\x0b\x32\x1a.pannier.v1.GlobalMetadata\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"8\n\x0e\x46inishResponse\x12&\n\x06status\x18\x01 \x01(\x0b\x32\x16.pannier.v1.SaveStatus\"]\n\x0b\x46\x61ilRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12$\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x13.pannier.v1.Failure\"\x0e\n\x0c\x46\x61ilResponse\"^\n\x0bPingRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\x0f\n\x07\x63losing\x18\x05 \x01(\x08\"\x0e\n\x0cPingResponse2\x90\x05\n\x07Sidecar\x12\x44\n\x07\x43onnect\x12\x1a.pannier.v1.ConnectRequest\x1a\x1b.pannier.v1.ConnectResponse0\x01\x12\x39\n\x04Plan\x12\x17.pannier.v1.PlanRequest\x1a\x18.pannier.v1.PlanResponse\x12<\n\x05\x42\x65gin\x12\x18.pannier.v1.BeginRequest\x1a\x19.pannier.v1.BeginResponse\x12@\n\x05Write\x12\x18.pannier.v1.WriteRequest\x1a\x19.pannier.v1.WriteResponse(\x01\x30\x01\x12\x42\n\x07Reserve\x12\x1a.pannier.v1.ReserveRequest\x1a\x1b.pannier.v1.ReserveResponse\x12\x42\n\x07Release\x12\x1a.pannier.v1.ReleaseRequest\x1a\x1b.pannier.v1.ReleaseResponse\x12\x45\n\x08HandOver\x12\x1b.pannier.v1.HandOverRequest\x1a\x1c.pannier.v1.HandOverResponse\x12?\n\x06\x46inish\x12\x19.pannier.v1.FinishRequest\x1a\x1a.pannier.v1.FinishResponse\x12\x39\n\x04\x46\x61il\x12\x17.pannier.v1.FailRequest\x1a\x18.pannier.v1.FailResponse\x12\x39\n\x04Ping\x12\x17.pannier.v1.PingRequest\x1a\x18.pannier.v1.PingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pannier/v1/sidecar.proto\x12\npannier.v1\x1a\x15pannier/v1/plan.proto\x1a\x18pannier/v1/records.proto\x1a\x15pannier/v1/save.proto\"\xd7\x01\n\x0e\x43onnectRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12\x0e\n\x06\x63lient\x18\t \x01(\t\x12(\n\x07pending\x18\n \x03(\x0b\x32\x17.pannier.v1.PendingSave\"d\n\x0bPendingSave\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x13\n\x0bhanded_over\x18\x02 \x01(\x08\x12\x16\n\x0esave_timeout_s\x18\x1e \x01(\x01\"\xc4\x01\n\x07Welcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x17\n\x0fsidecar_version\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x04 \x01(\t\x12\x19\n\x11max_message_bytes\x18\x05 \x01(\x04\x12\x10\n\x08\x65mbedded\x18\x06 \x01(\x08\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x13\n\x0b\x64\x65scriptors\x18\x08 \x01(\t\x12\x13\n\x0btoken_first\x18\t \x01(\x08\"\x92\x01\n\x0f\x43onnectResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.pannier.v1.WelcomeH\x00\x12&\n\x04save\x18\x02 \x01(\x0b\x32\x16.pannier.v1.SaveStatusH\x00\x12&\n\x04room\x18\x03 \x01(\x0b\x32\x16.pannier.v1.RoomWantedH\x00\x42\x07\n\x05\x65vent\"\x0c\n\nRoomWanted\"\x82\x02\n\x0bSaveContext\x12 \n\x04save\x18\x01 \x01(\x0b\x32\x12.pannier.v1.SaveId\x12\x15\n\rcheckpoint_id\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12(\n\toverwrite\x18\x07 \x01(\x0e\x32\x15.pannier.v1.Overwrite\x12\x1d\n\x10seen_incarnation\x18( \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05\x61part\x18) \x01(\x08\x12\x0e\n\x06launch\x18* \x01(\tB\x13\n\x11_seen_incarnation\"\xfc\x01\n\x0bPlanRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12#\n\x04plan\x18\x02 \x01(\x0b\x32\x15.pannier.v1.LocalPlan\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x16\n\x0esave_timeout_s\x18\x05 \x01(\x01\x12\x14\n\x0cwire_version\x18\x06 \x01(\r\x12\x0f\n\x07prepare\x18\t \x01(\x08\x12\x18\n\x10staged_positions\x18\n \x01(\x0c\x12\x16\n\x0estorage_wait_s\x18\x0b \x01(\x01J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\t\"9\n\x0cPlanResponse\x12#\n\x04plan\x18\x01 \x01(\x0b\x32\x15.pannier.v1.FinalPlanJ\x04\x08\x02\x10\x03\"p\n\x0f\x43\x61\x63hedPlanClaim\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x04 \x01(\t\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\x12\x0c\n\x04part\x18\x06 \x01(\tJ\x04\x08\x01\x10\x02\"f\n\x0c\x42\x65ginRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x16\n\x0esave_timeout_s\x18\x02 \x01(\x01\x12\x14\n\x0cwire_version\x18\x03 \x01(\r\" \n\rBeginResponse\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\"\xb7\x01\n\nFileHeader\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12*\n\x05\x63laim\x18\x06 \x01(\x0b\x32\x1b.pannier.v1.CachedPlanClaim\x12\x16\n\x0esave_timeout_s\x18\x1e \x01(\x01\"d\n\x0cWriteRequest\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x16.pannier.v1.FileHeader\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\"\n\rWriteResponse\x12\x11\n\tcommitted\x18\x01 \x01(\x04\"_\n\x0eReserveRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\r\n\x05sizes\x18\x05 \x03(\x04\"2\n\nLeasedFile\x12\x12\n\nspool_file\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x04\"G\n\x0fReserveResponse\x12%\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x16.pannier.v1.LeasedFile\x12\r\n\x05token\x18\x02 \x01(\x0c\"e\n\x0eReleaseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\x13\n\x0bspool_files\x18\x05 \x03(\t\"\x11\n\x0fReleaseResponse\"=\n\nMappedFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nspool_file\x18\x02 \x01(\t\x12\r\n\x05stamp\x18\x03 \x01(\x0c\"\xc2\x03\n\x0fHandOverRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x0f\n\x07plan_id\x18\x03 \x01(\t\x12#\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x14.pannier.v1.DataFile\x12(\n\x07varying\x18\x05 \x03(\x0b\x32\x17.pannier.v1.VaryingItem\x12&\n\x06mapped\x18\x06 \x03(\x0b\x32\x16.pannier.v1.MappedFile\x12\x11\n\tstalled_s\x18\x07 \x01(\x01\x12\x39\n\x07metrics\x18\x08 \x03(\x0b\x32(.pannier.v1.HandOverRequest.MetricsEntry\x12*\n\x05\x63laim\x18\t \x01(\x0b\x32\x1b.pannier.v1.CachedPlanClaim\x12*\n\x0b\x65xtra_files\x18\n \x03(\x0b\x32\x15.pannier.v1.ExtraFile\x12\x16\n\x0esave_timeout_s\x18\x1e \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x12\n\x10HandOverResponse\"\x8b\x01\n\rFinishRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12,\n\x08metadata\x18\x03 \x01(\x0b\x32\x1a.pannier.v1.GlobalMetadata\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"8\n\x0e\x46inishResponse\x12&\n\x06status\x18\x01 \x01(\x0b\x32\x16.pannier.v1.SaveStatus\"]\n\x0b\x46\x61ilRequest\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12$\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x13.pannier.v1.Failure\"\x0e\n\x0c\x46\x61ilResponse\"^\n\x0bPingRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\x0f\n\x07\x63losing\x18\x05 \x01(\x08\"\x0e\n\x0cPingResponse2\x90\x05\n\x07Sidecar\x12\x44\n\x07\x43onnect\x12\x1a.pannier.v1.ConnectRequest\x1a\x1b.pannier.v1.ConnectResponse0\x01\x12\x39\n\x04Plan\x12\x17.pannier.v1.PlanRequest\x1a\x18.pannier.v1.PlanResponse\x12<\n\x05\x42\x65gin\x12\x18.pannier.v1.BeginRequest\x1a\x19.pannier.v1.BeginResponse\x12@\n\x05Write\x12\x18.pannier.v1.WriteRequest\x1a\x19.pannier.v1.WriteResponse(\x01\x30\x01\x12\x42\n\x07Reserve\x12\x1a.pannier.v1.ReserveRequest\x1a\x1b.pannier.v1.ReserveResponse\x12\x42\n\x07Release\x12\x1a.pannier.v1.ReleaseRequest\x1a\x1b.pannier.v1.ReleaseResponse\x12\x45\n\x08HandOver\x12\x1b.pannier.v1.HandOverRequest\x1a\x1c.pannier.v1.HandOverResponse\x12?\n\x06\x46inish\x12\x19.pannier.v1.FinishRequest\x1a\x1a.pannier.v1.FinishResponse\x12\x39\n\x04\x46\x61il\x12\x17.pannier.v1.FailRequest\x1a\x18.pannier.v1.FailResponse\x12\x39\n\x04Ping\x12\x17.pannier.v1.PingRequest\x1a\x18.pannier.v1.PingResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,51 +49,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAVECONTEXT']._serialized_start=795
   _globals['_SAVECONTEXT']._serialized_end=1053
   _globals['_PLANREQUEST']._serialized_start=1056
-  _globals['_PLANREQUEST']._serialized_end=1258
-  _globals['_PLANRESPONSE']._serialized_start=1260
-  _globals['_PLANRESPONSE']._serialized_end=1317
-  _globals['_CACHEDPLANCLAIM']._serialized_start=1319
-  _globals['_CACHEDPLANCLAIM']._serialized_end=1428
-  _globals['_BEGINREQUEST']._serialized_start=1430
-  _globals['_BEGINREQUEST']._serialized_end=1532
-  _globals['_BEGINRESPONSE']._serialized_start=1534
-  _globals['_BEGINRESPONSE']._serialized_end=1566
-  _globals['_FILEHEADER']._serialized_start=1569
-  _globals['_FILEHEADER']._serialized_end=1752
-  _globals['_WRITEREQUEST']._serialized_start=1754
-  _globals['_WRITEREQUEST']._serialized_end=1854
-  _globals['_WRITERESPONSE']._serialized_start=1856
-  _globals['_WRITERESPONSE']._serialized_end=1890
-  _globals['_RESERVEREQUEST']._serialized_start=1892
-  _globals['_RESERVEREQUEST']._serialized_end=1987
-  _globals['_LEASEDFILE']._serialized_start=1989
-  _globals['_LEASEDFILE']._serialized_end=2039
-  _globals['_RESERVERESPONSE']._serialized_start=2041
-  _globals['_RESERVERESPONSE']._serialized_end=2112
-  _globals['_RELEASEREQUEST']._serialized_start=2114
-  _globals['_RELEASEREQUEST']._serialized_end=2215
-  _globals['_RELEASERESPONSE']._serialized_start=2217
-  _globals['_RELEASERESPONSE']._serialized_end=2234
-  _globals['_MAPPEDFILE']._serialized_start=2236
-  _globals['_MAPPEDFILE']._serialized_end=2297
-  _globals['_HANDOVERREQUEST']._serialized_start=2300
-  _globals['_HANDOVERREQUEST']._serialized_end=2750
-  _globals['_HANDOVERREQUEST_METRICSENTRY']._serialized_start=2704
-  _globals['_HANDOVERREQUEST_METRICSENTRY']._serialized_end=2750
-  _globals['_HANDOVERRESPONSE']._serialized_start=2752
-  _globals['_HANDOVERRESPONSE']._serialized_end=2770
-  _globals['_FINISHREQUEST']._serialized_start=2773
-  _globals['_FINISHREQUEST']._serialized_end=2912
-  _globals['_FINISHRESPONSE']._serialized_start=2914
-  _globals['_FINISHRESPONSE']._serialized_end=2970
-  _globals['_FAILREQUEST']._serialized_start=2972
-  _globals['_FAILREQUEST']._serialized_end=3065
-  _globals['_FAILRESPONSE']._serialized_start=3067
-  _globals['_FAILRESPONSE']._serialized_end=3081
-  _globals['_PINGREQUEST']._serialized_start=3083
-  _globals['_PINGREQUEST']._serialized_end=3177
-  _globals['_PINGRESPONSE']._serialized_start=3179
-  _globals['_PINGRESPONSE']._serialized_end=3193
-  _globals['_SIDECAR']._serialized_start=3196
-  _globals['_SIDECAR']._serialized_end=3852
+  _globals['_PLANREQUEST']._serialized_end=1308
+  _globals['_PLANRESPONSE']._serialized_start=1310
+  _globals['_PLANRESPONSE']._serialized_end=1367
+  _globals['_CACHEDPLANCLAIM']._serialized_start=1369
+  _globals['_CACHEDPLANCLAIM']._serialized_end=1481
+  _globals['_BEGINREQUEST']._serialized_start=1483
+  _globals['_BEGINREQUEST']._serialized_end=1585
+  _globals['_BEGINRESPONSE']._serialized_start=1587
+  _globals['_BEGINRESPONSE']._serialized_end=1619
+  _globals['_FILEHEADER']._serialized_start=1622
+  _globals['_FILEHEADER']._serialized_end=1805
+  _globals['_WRITEREQUEST']._serialized_start=1807
+  _globals['_WRITEREQUEST']._serialized_end=1907
+  _globals['_WRITERESPONSE']._serialized_start=1909
+  _globals['_WRITERESPONSE']._serialized_end=1943
+  _globals['_RESERVEREQUEST']._serialized_start=1945
+  _globals['_RESERVEREQUEST']._serialized_end=2040
+  _globals['_LEASEDFILE']._serialized_start=2042
+  _globals['_LEASEDFILE']._serialized_end=2092
+  _globals['_RESERVERESPONSE']._serialized_start=2094
+  _globals['_RESERVERESPONSE']._serialized_end=2165
+  _globals['_RELEASEREQUEST']._serialized_start=2167
+  _globals['_RELEASEREQUEST']._serialized_end=2268
+  _globals['_RELEASERESPONSE']._serialized_start=2270
+  _globals['_RELEASERESPONSE']._serialized_end=2287
+  _globals['_MAPPEDFILE']._serialized_start=2289
+  _globals['_MAPPEDFILE']._serialized_end=2350
+  _globals['_HANDOVERREQUEST']._serialized_start=2353
+  _globals['_HANDOVERREQUEST']._serialized_end=2803
+  _globals['_HANDOVERREQUEST_METRICSENTRY']._serialized_start=2757
+  _globals['_HANDOVERREQUEST_METRICSENTRY']._serialized_end=2803
+  _globals['_HANDOVERRESPONSE']._serialized_start=2805
+  _globals['_HANDOVERRESPONSE']._serialized_end=2823
+  _globals['_FINISHREQUEST']._serialized_start=2826
+  _globals['_FINISHREQUEST']._serialized_end=2965
+  _globals['_FINISHRESPONSE']._serialized_start=2967
+  _globals['_FINISHRESPONSE']._serialized_end=3023
+  _globals['_FAILREQUEST']._serialized_start=3025
+  _globals['_FAILREQUEST']._serialized_end=3118
+  _globals['_FAILRESPONSE']._serialized_start=3120
+  _globals['_FAILRESPONSE']._serialized_end=3134
+  _globals['_PINGREQUEST']._serialized_start=3136
+  _globals['_PINGREQUEST']._serialized_end=3230
+  _globals['_PINGRESPONSE']._serialized_start=3232
+  _globals['_PINGRESPONSE']._serialized_end=3246
+  _globals['_SIDECAR']._serialized_start=3249
+  _globals['_SIDECAR']._serialized_end=3905
 # @@protoc_insertion_point(module_scope)

@@ -104,7 +104,7 @@ class SaveContext(_message.Message):
     def __init__(self, save: _Optional[_Union[_save_pb2.SaveId, _Mapping]] = ..., checkpoint_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., overwrite: _Optional[_Union[_save_pb2.Overwrite, str]] = ..., seen_incarnation: _Optional[int] = ..., apart: bool = ..., launch: _Optional[str] = ...) -> None: ...
 
 class PlanRequest(_message.Message):
-    __slots__ = ("context", "plan", "digest", "timeout_s", "save_timeout_s", "wire_version", "prepare")
+    __slots__ = ("context", "plan", "digest", "timeout_s", "save_timeout_s", "wire_version", "prepare", "staged_positions", "storage_wait_s")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,8 @@ class PlanRequest(_message.Message):
     SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
+    STAGED_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     plan: _plan_pb2.LocalPlan
     digest: str
@@ -119,7 +121,9 @@ class PlanRequest(_message.Message):
     save_timeout_s: float
     wire_version: int
     prepare: bool
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.LocalPlan, _Mapping]] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., wire_version: _Optional[int] = ..., prepare: bool = ...) -> None: ...
+    staged_positions: bytes
+    storage_wait_s: float
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.LocalPlan, _Mapping]] = ..., digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., wire_version: _Optional[int] = ..., prepare: bool = ..., staged_positions: _Optional[bytes] = ..., storage_wait_s: _Optional[float] = ...) -> None: ...
 
 class PlanResponse(_message.Message):
     __slots__ = ("plan",)
@@ -128,18 +132,18 @@ class PlanResponse(_message.Message):
     def __init__(self, plan: _Optional[_Union[_plan_pb2.FinalPlan, _Mapping]] = ...) -> None: ...
 
 class CachedPlanClaim(_message.Message):
-    __slots__ = ("plan_id", "digest", "attempt", "checkpoint_id", "timeout_s")
-    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("digest", "attempt", "checkpoint_id", "timeout_s", "part")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
-    plan_id: str
+    PART_FIELD_NUMBER: _ClassVar[int]
     digest: str
     attempt: str
     checkpoint_id: str
     timeout_s: float
-    def __init__(self, plan_id: _Optional[str] = ..., digest: _Optional[str] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    part: str
+    def __init__(self, digest: _Optional[str] = ..., attempt: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., part: _Optional[str] = ...) -> None: ...
 
 class BeginRequest(_message.Message):
     __slots__ = ("context", "save_timeout_s", "wire_version")

@@ -73,7 +73,7 @@ class PannierError(Exception):
         """For a rank that was behind: number of its group's current save; else 0."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (
+        return rebuild, (
             type(self).__name__,
             str(self),
             [f.SerializeToString() for f in self.failures.values()],
@@ -195,9 +195,10 @@ def _subclasses(cls: type[PannierError]) -> Iterable[type[PannierError]]:
         yield from _subclasses(sub)
 
 
-def _rebuild(
-    name: str, message: str, failures: Iterable[bytes], resume_at: int = 0
+def rebuild(
+    name: str, message: str, failures: Iterable[bytes] = (), resume_at: int = 0
 ) -> PannierError:
+    """An error of the class with this name, as another process has described it; of an unknown class, a PannierError."""
     types = {cls.__name__: cls for cls in _subclasses(PannierError)}
     error = types.get(name, PannierError)(
         message, [save_pb2.Failure.FromString(f) for f in failures]
@@ -235,7 +236,7 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> PannierError:
     metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
     for key, value in metadata:
         if key == _KEY and (detail := _detail(value)) is not None:
-            return _rebuild(
+            return rebuild(
                 detail.type,
                 detail.message,
                 [f.SerializeToString() for f in detail.failures],

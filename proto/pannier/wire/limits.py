@@ -163,17 +163,21 @@ def check_plan(request: sidecar_pb2.PlanRequest) -> None:
     """Checks the sizes in a local plan, its digest and its deadlines."""
     plan = request.plan
     _check_items(plan.items, MAX_ITEMS, "items of a rank's plan")
-    for column in (plan.head, plan.body, plan.tail):
+    for column in (plan.head, plan.body, plan.tail, request.staged_positions):
         _at_most(column_length(column), MAX_ITEMS, "items of a rank's plan")
     check_words(digest=request.digest)
-    check_seconds(timeout_s=request.timeout_s, save_timeout_s=request.save_timeout_s)
+    check_seconds(
+        timeout_s=request.timeout_s,
+        save_timeout_s=request.save_timeout_s,
+        storage_wait_s=request.storage_wait_s,
+    )
 
 
 def check_claim(claim: sidecar_pb2.CachedPlanClaim) -> None:
-    """Checks the sizes in a claim, which names at least a plan and a digest."""
-    if not (claim.plan_id and claim.digest):
-        raise InvalidRequestError("a cached-plan claim has no plan id or no digest")
-    check_words(plan_id=claim.plan_id, digest=claim.digest, attempt=claim.attempt)
+    """Checks the sizes in a claim, which names at least a part and a digest."""
+    if not (claim.part and claim.digest):
+        raise InvalidRequestError("a cached-plan claim has no part or no digest")
+    check_words(part=claim.part, digest=claim.digest, attempt=claim.attempt)
     _at_most(len(claim.checkpoint_id), MAX_TEXT, "characters of a checkpoint id")
     check_seconds(timeout_s=claim.timeout_s)
 

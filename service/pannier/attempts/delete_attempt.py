@@ -4,15 +4,57 @@ In: a checkpoint's store and an attempt. Data files are removed first, then the 
 exist, data files may. Async; idempotent.
 """
 
+import logging
 from collections.abc import Collection
 
 from pannier.attempts.decisions import read_decisions
+from pannier.attempts.manifests import ManifestRecord, read_manifest
 from pannier.attempts.metadata_swap import settle_copies
 from pannier.common.fault_points import point
-from pannier.storage import ObjectInfo, Store
+from pannier.storage import ObjectInfo, StorageError, Store, Unfinished
 from pannier.storage.many import for_each
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
+
+_log = logging.getLogger(__name__)
+
+
+async def find_planned(store: Store, attempt: str) -> frozenset[str]:
+    """Names that data files of an attempt may have, by its manifest, where uploads are listed by name only.
+
+    Empty for other stores, and without a manifest. Raises StorageError.
+    """
+    if not store.lists_by_key:
+        return frozenset()
+    try:
+        manifest = await read_manifest(store, attempt, ManifestRecord)
+    except IntegrityError as error:
+        _log.warning("uploads of an attempt may be left: %s", error)
+        return frozenset()
+    if manifest is None:
+        return frozenset()
+    names = set(manifest.header.metadata.files)
+    for rank in manifest.ranks:
+        names |= {object_names.objects_file(attempt, rank), object_names.extra_file(attempt, rank)}
+    return frozenset(names)
+
+
+async def find_uploads(store: Store, keys: Collection[str]) -> list[Unfinished]:
+    """The unfinished uploads of these objects. Raises StorageError."""
+    found = await for_each(store.list_unfinished_of, sorted(keys))
+    return [item for items in found for item in items]
+
+
+async def _discard_uploads(store: Store, attempt: str) -> None:
+    """Ends the uploads of an aborted attempt, of which no record is left afterwards."""
+    try:
+        if planned := await find_planned(store, attempt):
+            there = {info.key for info in await store.list(object_names.data_prefix(attempt))}
+            uploads = await find_uploads(store, planned - there)
+            await for_each(store.discard, uploads, try_all=True)
+    except StorageError as error:
+        # As where a sidecar uploads after the ABORT, `pannier gc` ends what the store lists to it.
+        _log.warning("uploads of an aborted attempt may be left: %s", error)
 
 
 async def remove_attempt(store: Store, attempt: str) -> None:
@@ -22,6 +64,7 @@ async def remove_attempt(store: Store, attempt: str) -> None:
     """
     kept = object_names.decision(attempt)
     point("coordinator.removal.before")
+    await _discard_uploads(store, attempt)
     # Records last: as long as they exist, data files may.
     for prefix in (object_names.data_prefix(attempt), object_names.attempt_prefix(attempt)):
         keys = [info.key for info in await store.list(prefix)]

@@ -98,7 +98,20 @@ def _classify(error: Exception) -> tuple[int | None, str]:
     if isinstance(error, errors.VersionMismatchError):
         return UNREACHABLE, "install the same version of pannier on both sides"
     if isinstance(error, errors.StorageError):
-        return UNREACHABLE, "check the URL, the credentials and their permissions"
+        return UNREACHABLE, _storage_hint(error)
     if isinstance(error, errors.PannierError):
         return NEGATIVE, ""
     return None, ""
+
+
+def _storage_hint(error: "StorageError") -> str:
+    from pannier.storage.base import DeniedError, NotFoundError, UnreachableError
+
+    if isinstance(error, UnreachableError):
+        return (
+            "check the endpoint (storage option endpoint_url, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or "
+            "STORAGE_EMULATOR_HOST) and the network"
+        )
+    if isinstance(error, DeniedError):
+        return "check the credentials and their permissions"
+    return "check the URL" if isinstance(error, NotFoundError) else ""

@@ -206,7 +206,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         """Records the rank's plan. Raises SaveAbortedError, InvalidRequestError."""
         rank, host = request.context.rank, request.context.host
         save.participants.note_call(rank)
-        given = RankPlan(rank, host, request.digest, request.plan)
+        given = RankPlan(rank, host, request.digest, request.plan, request.staged_positions)
         try:
             self._planners.check(request.plan.options)
         except InvalidRequestError as error:
@@ -217,6 +217,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 raise save.error()
             raise InvalidRequestError(f"{save.label} is {save.state.name}: it takes no more plans")
         save.deadlines.report(rank, request.timeout_s, request.save_timeout_s)
+        save.deadlines.limit_storage_wait(request.storage_wait_s)
         admit(save, given, mode=PlanMode.PREPARE if request.prepare else PlanMode.SAVE)
         save.notify()
 

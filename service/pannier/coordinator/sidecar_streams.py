@@ -304,7 +304,7 @@ class SidecarStreams:
         check_destination(save, self._stores, rank)
         given = report.claim
         claim = CachedPlanClaim(
-            *(rank, host, given.digest, given.plan_id, report.attempt),
+            *(rank, host, given.digest, given.part, report.attempt),
             *(given.checkpoint_id, given.attempt),
         )
         try:
@@ -392,7 +392,7 @@ def _summary(save: Save) -> Summary:
     state = State.INGESTED if save.state is State.UPLOADING else save.state
     return (
         *(state, len(save.outcome.failures), save.attempt is not None, bool(save.storage_wait)),
-        *(save.note, save.records.plan_id, save.plans.full_requested, save.records.equal_plan_ids),
+        *(save.note, save.records.plan_id, save.plans.full_requested),
     )
 
 

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from pannier.attempts.delete_attempt import remove_ended
+from pannier.attempts.delete_attempt import find_planned, find_uploads, remove_ended
 from pannier.attempts.leases import Lease, find_leases
 from pannier.attempts.metadata_swap import settle_copies, stat_metadata
 from pannier.common.fault_points import point
@@ -193,10 +193,12 @@ async def remove_files(store: Store, plan: RemovalPlan) -> RemovedObjects:
             point("sweep.leftover.before")
             await store.delete(lease.info.key)
             point("sweep.leftover.after")
+    planned: set[str] = set()
     for attempt in plan.attempts:
+        planned |= await find_planned(store, attempt)
         needed = await find_needed(store)
         removed.objects += await remove_ended(store, attempt, needed=needed)
-    await _discard(store, plan.attempts)
+    await _discard(store, plan.attempts, planned)
     await _remove_delayed(store, plan)
     return removed
 
@@ -225,7 +227,7 @@ async def remove_numbering(parent: Store, attempt: str) -> None:
         await parent.delete(info.key, generation=info.generation)
 
 
-async def _discard(store: Store, attempts: Collection[str]) -> None:
+async def _discard(store: Store, attempts: Collection[str], planned: Collection[str]) -> None:
     """Removes unfinished uploads, temporary files and locks, except of checkpoints in subdirectories.
 
     Items of other attempts stay: a save may have begun since the plan. An item that names no attempt could be
@@ -233,7 +235,10 @@ async def _discard(store: Store, attempts: Collection[str]) -> None:
 
     Args:
         attempts: those that were removed.
+        planned: their data files: uploads of these may only be listed by name.
     """
+    for item in await find_uploads(store, planned):
+        await store.discard(item)
     records = object_names.attempts_prefix()
     unfinished = [
         item

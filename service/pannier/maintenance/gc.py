@@ -12,7 +12,12 @@ from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from pannier.attempts.delete_attempt import check_unneeded, remove_ended
+from pannier.attempts.delete_attempt import (
+    check_unneeded,
+    find_planned,
+    find_uploads,
+    remove_ended,
+)
 from pannier.attempts.leases import read_leases
 from pannier.common.fault_points import point
 from pannier.maintenance.inspect import View, find_needed, view
@@ -96,6 +101,8 @@ class Report:
     """Aborted attempts, whose unfinished uploads are garbage."""
     undecided: set[str] = field(default_factory=set)
     """Attempts that may be in progress."""
+    planned: set[str] = field(default_factory=set)
+    """Data files that the removed attempts may have been uploading."""
     errors: list[StorageError] = field(default_factory=list)
     """Storage errors; what each was about is in ``kept``."""
 
@@ -252,6 +259,7 @@ class _Sweeper:
         *,
         keep_decision: bool = False,
     ) -> None:
+        self.report.planned |= await find_planned(self.store, attempt)
         if self.dry_run:
             check_unneeded(self.store, attempt, objects, self.needed)
         else:
@@ -297,6 +305,7 @@ async def sweep_unfinished(
     *,
     aborted: Collection[str],
     undecided: Collection[str],
+    planned: Collection[str],
     now: float,
     dry_run: bool,
 ) -> AsyncIterator[Removed]:
@@ -305,10 +314,14 @@ async def sweep_unfinished(
     Args:
         aborted: aborted attempts, as paths relative to ``store``: theirs are removed at any age.
         undecided: attempts that may be in progress, as paths: theirs are kept.
+        planned: data files of removed attempts, as paths: their uploads may only be listed by name.
 
     Raises StorageError.
     """
-    for item in await store.list_unfinished():
+    listed = await store.list_unfinished()
+    known = {item.key for item in listed}
+    by_name = await find_uploads(store, [key for key in planned if key not in known])
+    for item in [*listed, *by_name]:
         if not _is_own(item.key) or not _may_go(item, rules, aborted, undecided, now):
             continue
         if not dry_run:

@@ -382,6 +382,7 @@ def _receipt(request: sidecar_pb2.HandOverRequest, rank: RankSave) -> records_pb
         varying=request.varying,
         metrics=request.metrics,
         extra_files=request.extra_files,
+        part=rank.claim.part if rank.claim is not None else "",
     )
     mapped = {file.name for file in request.mapped}
     for each in receipt.files:

@@ -33,7 +33,7 @@ _ENDED_LEAST: Final = 16
 _ENDED_MEMORY: Final = 32 << 20
 """Bytes that more than _ENDED_LEAST of them may take: large saves would take more memory than all else."""
 _PLANS_KEPT: Final = 1024
-"""Plans of single ranks whose sizes are remembered, for ranks that claim them again."""
+"""Parts of plans whose sizes are remembered, for ranks that claim them again."""
 
 Listener = Callable[[Save, RankSave | None, bool], None]
 """Called with the save, the rank that changed (None: the save itself), and whether it is more than progress."""
@@ -167,33 +167,35 @@ class SaveRegistry:
         sizes = {file.name: file.size for file in plan.files}
         rank.set_plan(plan.plan_id, sizes)
         prefix = data_prefix(plan.attempt)
-        self._remember(rank, {name.removeprefix(prefix): size for name, size in sizes.items()})
+        self._remember(
+            rank, plan.part, {name.removeprefix(prefix): size for name, size in sizes.items()}
+        )
         self._notify(rank.save, rank, True)
 
     def claim_plan(self, rank: RankSave, claim: sidecar_pb2.CachedPlanClaim, attempt: str) -> None:
-        """Records that the trainer uses a cached plan, which isn't confirmed yet; idempotent.
+        """Records that the trainer uses its part of the last plan, which isn't confirmed yet; idempotent.
 
-        Raises InvalidRequestError when the rank has another plan, or claimed another one.
+        Raises InvalidRequestError when the rank has another plan, or claimed another part.
         """
         kept = sidecar_pb2.CachedPlanClaim()
         kept.CopyFrom(claim)
         kept.ClearField("timeout_s")
-        sizes = self._sizes.get(_plan_key(rank, claim.plan_id))
+        sizes = self._sizes.get(_part_key(rank, claim.part))
         prefix = data_prefix(attempt)
-        named = None if sizes is None else {prefix + name: size for name, size in sizes.items()}
+        named = None
+        if sizes is not None:
+            named = {prefix + name: size for name, size in sizes.items()}
+            self._remember(rank, claim.part, sizes)
         if rank.claim_plan(kept, attempt, named):
             self.limit_time(rank, claim.timeout_s, 0)
             self._notify(rank.save, rank, True)
 
     def confirm_plan(self, rank: RankSave, plan_id: str) -> None:
-        """Confirms the rank's claim: by the save's plan it writes the same as by the claimed one."""
-        sizes = self._sizes.get(_plan_key(rank, rank.claim.plan_id)) if rank.claim else None
+        """Confirms the rank's claim: the save's plan has the claimed part."""
         was_handed_over = rank.phase is Phase.HANDED_OVER
         rank.confirm_plan(plan_id)
         if was_handed_over:
             self._log_arrival(rank)
-        if sizes is not None:
-            self._remember(rank, sizes)
         self._notify(rank.save, rank, True)
 
     def set_attempt(self, rank: RankSave, attempt: str) -> None:
@@ -374,11 +376,9 @@ class SaveRegistry:
         ]
 
     def _confirm_claims(self, save: Save, status: save_pb2.SaveStatus) -> None:
-        """Confirms the claims of ranks that write the same by the save's plan."""
-        plans = {status.plan_id, *status.equal_plan_ids}
+        """Confirms the claims of the ranks: the save's plan has their parts."""
         for rank in save.ranks.values() if status.plan_id else ():
-            claim = rank.unconfirmed
-            if claim is not None and claim.plan_id in plans and rank.phase not in FAILED:
+            if rank.unconfirmed is not None and rank.phase not in FAILED:
                 self.confirm_plan(rank, status.plan_id)
 
     def _end(self, save: Save, outcome: save_pb2.SaveStatus) -> list[Save]:
@@ -396,8 +396,8 @@ class SaveRegistry:
             memory -= evicted[-1].memory
         return evicted
 
-    def _remember(self, rank: RankSave, sizes: dict[str, int]) -> None:
-        key = _plan_key(rank, rank.plan.id)
+    def _remember(self, rank: RankSave, part: str, sizes: dict[str, int]) -> None:
+        key = _part_key(rank, part)
         self._sizes[key] = sizes
         self._sizes.move_to_end(key)
         while len(self._sizes) > _PLANS_KEPT:
@@ -408,5 +408,5 @@ class SaveRegistry:
             listener(save, rank, urgent)
 
 
-def _plan_key(rank: RankSave, plan_id: str) -> tuple[str, str, int, str]:
-    return (rank.save.id.job, rank.save.id.incarnation, rank.rank, plan_id)
+def _part_key(rank: RankSave, part: str) -> tuple[str, str, int, str]:
+    return (rank.save.id.job, rank.save.id.incarnation, rank.rank, part)

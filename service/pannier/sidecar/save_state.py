@@ -151,7 +151,7 @@ class RankSave:
         self.attempt = ""
         self.plan = RankPlan()
         self.claim: sidecar_pb2.CachedPlanClaim | None = None
-        """Its claim of a cached plan, if it uses one; confirmed once ``plan`` has an id."""
+        """Its claim of its part of the last plan, if it uses that; confirmed once ``plan`` has an id."""
         self.deadlines = Deadlines()
         self.files: dict[str, DataFile] = {}
         """By name; they stay here after their spool files were freed."""
@@ -247,23 +247,24 @@ class RankSave:
     def claim_plan(
         self, claim: sidecar_pb2.CachedPlanClaim, attempt: str, sizes: dict[str, int] | None
     ) -> bool:
-        """Claims a cached plan, with the sizes of its files if they are known; False: it was claimed before.
+        """Claims its part of the last plan, with the sizes of its files if they are known; False: it was
+        claimed before.
 
-        Raises InvalidRequestError when the rank has another plan, or claimed another one.
+        Raises InvalidRequestError when the rank has another plan, or claimed another part.
         """
         self.join_attempt(attempt)
         if self.claim == claim:
             return False
         if self.claim is not None or self.phase is not Phase.PLANNING:
             raise InvalidRequestError(
-                f"{self.label} claims plan {claim.plan_id[:12]}, after it claimed or got another one"
+                f"{self.label} claims part {claim.part[:12]}, after it claimed or got another one"
             )
         self.claim = claim
         self.plan = RankPlan(sizes=sizes)
         return True
 
     def confirm_plan(self, plan_id: str) -> None:
-        """Its claim is confirmed: it writes the same by the save's plan."""
+        """Its claim is confirmed: the save's plan has the claimed part."""
         self.plan = RankPlan(plan_id, self.plan.sizes)
         if self.phase is Phase.PLANNING:
             self.enter(Phase.PLANNED)
@@ -373,7 +374,7 @@ class Save:
             before is None
             or before.state != status.state
             or before.full_plan_requested != status.full_plan_requested
-            or (before.plan_id, before.equal_plan_ids) != (status.plan_id, status.equal_plan_ids)
+            or before.plan_id != status.plan_id
             or len(before.failures) != len(status.failures)
         )
 

@@ -173,6 +173,8 @@ class Store(ABC):
     """Most bytes of memory that one running upload takes for its buffers."""
     host_local: bool = False
     """Whether the URL may mean another directory on another host."""
+    lists_by_key: bool = False
+    """Whether :meth:`list_unfinished_of` may show more than :meth:`list_unfinished`."""
 
     @abstractmethod
     async def upload(
@@ -246,6 +248,15 @@ class Store(ABC):
         """Uploads, temporary files and empty directories of any age that can be discarded.
 
         Empty where the store removes them itself.
+        """
+        return []
+
+    async def list_unfinished_of(self, key: str) -> Sequence[Unfinished]:
+        """Unfinished uploads of one object, of any age.
+
+        Some S3 servers list uploads by their exact key only
+        (https://github.com/minio/minio/issues/20989), so that
+        :meth:`list_unfinished` lacks them.
         """
         return []
 

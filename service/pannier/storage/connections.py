@@ -5,15 +5,17 @@ token request for every save.
 """
 
 import asyncio
+import difflib
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from pannier.common import timeouts
 from pannier.storage.base import StorageError, UnreachableError, unlimited
 from pannier.storage.retry import retry
+from pannier.wire.errors import ConfigurationError
 
 T = TypeVar("T")
 
@@ -26,6 +28,15 @@ class _Shared(Generic[T]):
 
 _all: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Shared[Any]]]"
 _all = weakref.WeakKeyDictionary()
+
+
+def check_names(given: Iterable[str], known: Collection[str], what: str) -> None:
+    """Raises ConfigurationError for a name that the library below would drop; ``what`` names their kind."""
+    for name in given:
+        if name not in known:
+            like = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {like[0]!r}?" if like else ""
+            raise ConfigurationError(f"{what} has no {name!r}{hint}")
 
 
 class SharedConnection(Generic[T]):

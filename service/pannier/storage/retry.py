@@ -10,8 +10,9 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any, ParamSpec, TypeVar
 
 from pannier.common import timeouts
@@ -19,6 +20,7 @@ from pannier.common.deadline import within
 from pannier.common.retry import RetryPolicy
 from pannier.storage.base import (
     DeniedError,
+    NotFoundError,
     Retried,
     StorageError,
     UnreachableError,
@@ -34,6 +36,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _SETTLE_TRIES = 6
+_UPLOADS = 3
+"""When the server has lost so many uploads of one object, the upload fails."""
 
 
 class TransientError(StorageError):
@@ -50,8 +54,31 @@ class TransientError(StorageError):
         self.answered = answered
 
 
+class UploadLostError(NotFoundError):
+    """The server no longer has an upload that it had begun, or loses its bytes."""
+
+
 class UnsettledError(StorageError):
     """Reading back doesn't show the outcome of a write: neither its object nor another one is there."""
+
+
+def asked_pause_s(headers: Mapping[str, str]) -> float:
+    """Seconds to wait that a response asks for; 0: none.
+
+    ``Retry-After`` is a number of seconds, or a date by the server's clock
+    (https://www.rfc-editor.org/rfc/rfc9110#field.retry-after).
+
+    Args:
+        headers: with names in lower case, or without regard to case.
+    """
+    value = headers.get("retry-after", "").strip()
+    if value.isdecimal():
+        return float(value)
+    try:
+        due, now = (parsedate_to_datetime(text) for text in (value, headers.get("date", "")))
+        return max(0.0, (due - now).total_seconds())
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def uncounted(reason: str) -> None:
@@ -158,6 +185,18 @@ async def settle(write: Callable[[], Coroutine[Any, Any, T]], *, retried: Retrie
         except UnsettledError as error:
             problem = error
     raise StorageError(f"{problem} (given up after {_SETTLE_TRIES} tries)") from problem
+
+
+async def restart_lost(upload: Callable[[], Coroutine[Any, Any, T]], *, retried: Retried) -> T:
+    """Begins an upload again when the server has lost it. Raises UploadLostError after a few losses."""
+    for remaining in range(_UPLOADS - 1, -1, -1):
+        try:
+            return await upload()
+        except UploadLostError as error:
+            if not remaining:
+                raise
+            retried(str(error))
+    raise AssertionError("unreachable")
 
 
 async def settle_upload(upload: Callable[[], Coroutine[Any, Any, T]], *, retried: Retried) -> T:

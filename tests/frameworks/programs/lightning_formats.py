@@ -59,8 +59,9 @@ def fit(strategy: strategies.Strategy, steps: int, callback: Any = None, **optio
     return trainer, tensors_of(model, trainer.optimizers)
 
 
-def saving(where: str) -> ModelCheckpoint:
-    return ModelCheckpoint(f"{ROOT}/{where}", "{step}", every_n_train_steps=2, save_top_k=-1)
+def saving(where: str, **options: Any) -> ModelCheckpoint:
+    place = f"{ROOT}/{where}"
+    return ModelCheckpoint(place, "{step}", every_n_train_steps=2, save_top_k=-1, **options)
 
 
 dist.init_process_group("gloo")
@@ -84,6 +85,13 @@ for where, whole in (("sharded", False), ("single", True)):
     assert trainer.global_step == 2
     assert not differences(read, saved)
     print(f"Pannier reads Lightning's {where}", flush=True)
+
+# A run that goes on comes to steps that Lightning has saved without Pannier.
+path = f"{ROOT}/sharded/step=2.ckpt"
+assert not os.path.exists(f"{path}/.pannier")
+fit(ModelParallelStrategy(1, 1), 2, saving("sharded", enable_version_counter=False))
+assert os.path.exists(f"{path}/.pannier")
+print("Pannier replaces Lightning's", flush=True)
 
 exceptions = OnExceptionCheckpoint(ROOT)
 # Without a checkpoint of an earlier exception, and with one, which stays.

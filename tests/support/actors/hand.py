@@ -46,9 +46,9 @@ class Hand(Trainer):
         return answer.plan
 
     def claim(self, given: plan_pb2.FinalPlan, *, source: str = "") -> sidecar_pb2.CachedPlanClaim:
-        """The claim of the plan of an earlier save, to the checkpoint id ``source``."""
+        """The claim of the part that an earlier save, to the checkpoint id ``source``, gave."""
         return sidecar_pb2.CachedPlanClaim(
-            plan_id=given.plan_id,
+            part=given.part,
             digest=plan_codec.plan_digest(self._plan),
             attempt=given.attempt if source else "",
             checkpoint_id=source,

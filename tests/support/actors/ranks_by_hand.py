@@ -179,7 +179,7 @@ def report(
 
 def claim_report(
     who: sidecar_pb2.SaveContext,
-    plan_id: str,
+    part: str,
     digest: str,
     attempt: str,
     *,
@@ -188,13 +188,13 @@ def claim_report(
     timeout_s: float = BOUND_S,
     save_timeout_s: float = BOUND_S,
 ) -> coordinator_pb2.RankReport:
-    """A report that the rank goes by the plan of an earlier save.
+    """A report that the rank goes by its part of the plan of an earlier save.
 
     Args:
         source: checkpoint id and attempt of that save.
     """
     made = report(who, attempt, phase)
-    made.claim.plan_id, made.claim.digest = plan_id, digest
+    made.claim.part, made.claim.digest = part, digest
     made.claim.checkpoint_id, made.claim.attempt = source
     made.timeout_s, made.save_timeout_s = timeout_s, save_timeout_s
     return made
@@ -307,7 +307,10 @@ class CoordinatorClient:
         *,
         timeout_s: float = BOUND_S,
         save_timeout_s: float = BOUND_S,
+        storage_wait_s: float = 0.0,
+        staged: plan_pb2.FinalPlan | None = None,
     ) -> plan_pb2.FinalPlan:
+        """``staged``: what the rank has staged, and claims."""
         request = sidecar_pb2.PlanRequest(
             context=who,
             plan=plan,
@@ -315,6 +318,8 @@ class CoordinatorClient:
             timeout_s=timeout_s,
             save_timeout_s=save_timeout_s,
             wire_version=WIRE_VERSION,
+            storage_wait_s=storage_wait_s,
+            staged_positions=b"" if staged is None else staged.positions,
         )
         answer: sidecar_pb2.PlanResponse = await self.call("Plan", request)
         return answer.plan

@@ -196,7 +196,10 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         places = dict(zip(slotted, placed, strict=True))
         rank, count = request.context.rank, len(lengths[0])
         final = plan_pb2.FinalPlan(
-            plan_id="p1", attempt=self.attempt, positions=encode_column(range(count))
+            plan_id="p1",
+            part="part",
+            attempt=self.attempt,
+            positions=encode_column(range(count)),
         )
         for index, size in enumerate(layout.sizes):
             name = object_names.data_file(self.attempt, rank, index)
@@ -221,7 +224,7 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
                 request.context.save,
                 save_pb2.SAVE_STATE_PLANNING,
                 checkpoint_id=request.context.checkpoint_id,
-                plan_id="" if self.forgetful else request.claim.plan_id,
+                plan_id="" if self.forgetful else "p1",
                 full_plan_requested=self.forgetful,
             )
         if self.commit and not (request.HasField("claim") and self.forgetful):

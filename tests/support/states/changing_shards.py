@@ -10,9 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from pannier.client.torch_compat import StridedShard, local_tensors
+
+_METHODS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 
 
 class ShardedTraining:
@@ -27,6 +37,8 @@ class ShardedTraining:
         fully_shard(self.model, mesh=self.mesh)
         self.renew_optimizer()
         self.extra = distribute_tensor(torch.randn(6, 9), self.mesh, [Shard(0)])
+        self.plain = torch.randn(2, 9)
+        fuse(self)
         step(self)
 
     def renew_optimizer(self) -> None:
@@ -37,6 +49,8 @@ class ShardedTraining:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "extra": self.extra,
+            "fused": self.fused,
+            "plain": self.plain,
         }
 
 
@@ -70,6 +84,50 @@ def reshard(t: ShardedTraining) -> None:
 
 
 _PLACEMENTS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate())
+
+
+def fuse(t: ShardedTraining) -> None:
+    """FSDP over tensor parallelism, or one mesh dimension after the other: equal shapes, other rows."""
+    size = dist.get_world_size()
+    columns = 2 if size % 2 == 0 else 1
+    grid = init_device_mesh("cpu", (size // columns, columns))
+    first = t.chance.choice([Shard(0), StridedShard(0, split_factor=columns)])
+    rows = 2 * size
+    t.fused = DTensor.from_local(
+        torch.randn(2, 3),
+        grid,
+        [first, Shard(0)],
+        run_check=False,
+        shape=torch.Size((rows, 3)),
+        stride=(3, 1),
+    )
+
+
+def describe(t: ShardedTraining) -> None:
+    """Tensors that say themselves where their rows belong, as Megatron-FSDP's uneven shards do."""
+    for tensor in (*local_tensors(t.extra), t.plain):
+        describe_as(tensor, row=t.chance.randrange(4))
+
+
+def stop_describing(t: ShardedTraining) -> None:
+    for tensor in (*local_tensors(t.extra), t.plain):
+        for name in _METHODS:
+            vars(tensor).pop(name, None)
+
+
+def describe_as(tensor: Any, row: int) -> None:
+    """Makes a tensor say that its first row is this one of a larger global tensor."""
+    offsets = torch.Size((row, *[0] * (tensor.dim() - 1)))
+    whole = torch.Size((row + tensor.shape[0] + 3, *tensor.shape[1:]))
+    chunk = ChunkStorageMetadata(offsets, tensor.shape)
+    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), whole)
+
+    def items(fqn: str, value: object) -> list[WriteItem]:
+        return [WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    tensor.__create_write_items__ = items
+    tensor.__create_chunk_list__ = lambda: [chunk]
+    tensor.__get_tensor_shard__ = lambda index: tensor
 
 
 def replace_local(t: ShardedTraining) -> None:
@@ -110,6 +168,6 @@ CHANGES: dict[str, Callable[[ShardedTraining], None]] = {
     change.__name__: change
     for change in (
         *(step, gather, gather_and_shard_again, reshard, replace_local, change_shape),
-        *(cast_extra, replace_moments, start_again),
+        *(cast_extra, replace_moments, start_again, fuse, describe, stop_describing),
     )
 }

@@ -72,6 +72,8 @@ def write_attempt(
     manifest = records_pb2.PlanManifest(save=save_of(attempt), attempt=attempt, timeout_s=timeout_s)
     for rank in range(ranks):
         manifest.members.add(rank=rank, host=f"node-{rank}")
+        names = [object_names.data_file(attempt, rank, index) for index in range(files)]
+        manifest.metadata.files.extend(names)
     plan_id = hashlib.sha256(manifest.SerializeToString()).hexdigest()
     places: dict[str, _StorageInfo] = {}
     for rank in range(ranks):

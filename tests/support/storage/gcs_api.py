@@ -18,6 +18,7 @@ from aiohttp import web
 
 from support.storage.gcs_faults import Fault, Faults
 from support.storage.gcs_objects import HOLDS, Bucket, Content, Objects, Refused
+from support.storage.jitter import Jitter
 
 GRANULE = 256 << 10
 """An unfinished upload holds a multiple of this."""
@@ -113,13 +114,14 @@ def flipped(data: bytes) -> bytes:
 class Service:
     """The API; in one event loop. Usable without a process: ``web.AppRunner(Service(dir).app)``."""
 
-    def __init__(self, directory: Path, buckets: Iterable[str] = ()) -> None:
+    def __init__(self, directory: Path, buckets: Iterable[str] = (), seed: int = 0) -> None:
         self.objects = Objects(directory)
         self.faults = Faults()
         self.released = asyncio.Event()
         """Ends the delays of requests that wait."""
         self.sessions: dict[str, Session] = {}
         self.requests: list[list[Any]] = []
+        self._jitter = Jitter(seed)
         for name in buckets:
             self.objects.buckets[name] = Bucket(name)
         self.app = web.Application()
@@ -141,6 +143,8 @@ class Service:
             range_ = content_range or request.headers.get("Range", "")
             self.requests.append([request.method, request.raw_path, range_])
             del self.requests[:-_KEPT_REQUESTS]
+        before_s, after_s = (0.0, 0.0) if own else self._jitter.next_s()
+        await asyncio.sleep(before_s)
         try:
             if fault and fault.kind == "delay":
                 with suppress(asyncio.TimeoutError):
@@ -151,6 +155,7 @@ class Service:
                 await drain(request)
                 return error(fault.status, fault.message, fault.reason, fault.headers or {})
             answer = await self._route(request, url.path, url.query, fault)
+            await asyncio.sleep(after_s)
             if fault and fault.kind == "answered":
                 return web.Response(status=fault.status, text=fault.body, headers=fault.headers)
             if fault and fault.kind == "lost":

@@ -38,6 +38,7 @@ class GcsServer:
 
     Args:
         tls: its certificate; None: in plaintext.
+        seed: of the times that its answers take.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class GcsServer:
         *,
         host: str = "127.0.0.1",
         tls: Files | None = None,
+        seed: int = 0,
     ) -> None:
         self._host = host
+        self._seed = seed
         self._tls = tls
         self._directory = directory
         self._buckets = list(buckets)
@@ -62,7 +65,7 @@ class GcsServer:
             scheme = "https" if self._tls else "http"
             self.url = f"{scheme}://{self._host}:{listening.getsockname()[1]}"
             arguments = ["-m", "support.storage.gcs_server", "--listening"]
-            arguments += ["--dir", str(self._directory / "objects")]
+            arguments += ["--dir", str(self._directory / "objects"), "--seed", str(self._seed)]
             if self._tls:
                 arguments += ["--tls", str(self._tls.cert), str(self._tls.key)]
             arguments += [word for name in self._buckets for word in ("--bucket", name)]
@@ -163,6 +166,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--listening", action="store_true", help="standard input is the socket")
     parser.add_argument("--tls", nargs=2, metavar=("CERT", "KEY"))
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--bucket", action="append", default=[])
     arguments = parser.parse_args()
@@ -174,7 +178,8 @@ def main() -> None:
     if arguments.tls:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         tls.load_cert_chain(*arguments.tls)
-    asyncio.run(serve(Service(arguments.dir, arguments.bucket), listening, tls))
+    service = Service(arguments.dir, arguments.bucket, arguments.seed)
+    asyncio.run(serve(service, listening, tls))
 
 
 if __name__ == "__main__":

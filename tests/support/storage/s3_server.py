@@ -5,10 +5,12 @@ import io
 import socket
 import struct
 import threading
+import time
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
+from urllib.parse import parse_qs
 from xml.sax.saxutils import escape
 
 import boto3
@@ -18,6 +20,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 from support.processes.stretch import BOUND_S
 from support.storage.gcs_faults import Fault, Faults
+from support.storage.jitter import Jitter
 
 _KEYS = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
 
@@ -40,10 +43,12 @@ class _Cut(Exception):
 class _Faulty:
     """Another WSGI application behind the rules of ``faults``."""
 
-    def __init__(self, app: App, faults: Faults) -> None:
+    def __init__(self, app: App, faults: Faults, jitter: Jitter) -> None:
         self._app = app
         self.faults = faults
         self.ignore_checksums = False
+        self.lists_by_key = False
+        self._jitter = jitter
         self._lock = threading.Lock()
         self.requests: list[list[str]] = []
         self.ended = threading.Event()
@@ -53,8 +58,11 @@ class _Faulty:
         token = environ.get("HTTP_X_AMZ_SECURITY_TOKEN", "")
         fault = self.faults.find(method, path, security_token=token)
         self.requests.append([method, path])
+        before_s, after_s = self._jitter.next_s()
+        time.sleep(before_s)
         try:
             parts = self._serve(environ, start_response, fault)
+            time.sleep(after_s)
             # As real servers: also an error is without its text.
             return [] if method == "HEAD" else parts
         except _Cut:
@@ -79,7 +87,7 @@ class _Faulty:
         data = body.read(length)
         if kind == "status":
             assert fault is not None
-            return answer(start_response, fault.status, fault.code, fault.message, fault.headers)
+            return answer(start_response, fault)
         if kind == "corrupt" and data:
             data = data[:-1] + bytes([data[-1] ^ 0x10])
         sent = environ.get("HTTP_X_AMZ_CHECKSUM_CRC32C")
@@ -89,7 +97,8 @@ class _Faulty:
             environ["HTTP_X_AMZ_CHECKSUM_CRC32C"] = found
             if found != sent and not self.ignore_checksums:
                 text = "The CRC32C you specified did not match the calculated checksum."
-                return answer(start_response, 400, "BadDigest", text)
+                refused = Fault("status", status=400, code="BadDigest", message=text)
+                return answer(start_response, refused)
         environ["wsgi.input"] = io.BytesIO(data)
         began: list[Any] = []
         # One request at a time: moto looks and puts in two steps.
@@ -99,26 +108,36 @@ class _Faulty:
             raise _Cut
         if kind == "answered":
             assert fault is not None
-            return answer(start_response, fault.status, fault.code, fault.message, fault.headers)
+            return answer(start_response, fault)
+        if self.lists_by_key and "uploads&prefix=" in environ["REQUEST_URI"]:
+            parts = [only_of_key(b"".join(parts), environ["QUERY_STRING"])]
+            began[0] = (began[0][0], [("Content-Type", "application/xml")])
         if kind == "corrupt" and not data and parts:
             parts[-1] = parts[-1][:-1] + bytes([parts[-1][-1] ^ 0x10])
         start_response(*began[0])
         return parts
 
 
-def answer(
-    start_response: Callable[..., Any],
-    status: int,
-    code: str,
-    message: str,
-    headers: Mapping[str, str] | None = None,
-) -> Iterable[bytes]:
-    """An error in S3's form."""
-    text = f"<Error><Code>{escape(code)}</Code><Message>{escape(message)}</Message></Error>"
-    body = f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode()
+def answer(start_response: Callable[..., Any], fault: Fault) -> Iterable[bytes]:
+    """An error in S3's form; without a code, the fault's body."""
+    body = fault.body
+    if fault.code:
+        text = f"<Code>{escape(fault.code)}</Code><Message>{escape(fault.message)}</Message>"
+        body = f'<?xml version="1.0" encoding="UTF-8"?><Error>{text}</Error>'
     given = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
-    start_response(f"{status} {code}", [*given, *(headers or {}).items()])
-    return [body]
+    headers = [*given, *(fault.headers or {}).items()]
+    start_response(f"{fault.status} {fault.code or 'OK'}", headers)
+    return [body.encode()]
+
+
+def only_of_key(listing: bytes, query: str) -> bytes:
+    """A listing of uploads without those whose key only begins with the prefix."""
+    (prefix,) = parse_qs(query)["prefix"]
+    if f"<Key>{escape(prefix)}</Key>".encode() in listing:
+        return listing
+    return (
+        b"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>"
+    )
 
 
 def reset(connection: socket.socket) -> None:
@@ -130,10 +149,19 @@ def reset(connection: socket.socket) -> None:
 
 
 class S3Server:
-    """``with S3Server() as server``; has the bucket ``bucket``."""
+    """``with S3Server() as server``; has the bucket ``bucket``.
+
+    Args:
+        seed: of the times that its answers take.
+    """
+
+    def __init__(self, *, seed: int = 0) -> None:
+        self._seed = seed
 
     def __enter__(self) -> "S3Server":
-        self._app = _Faulty(DomainDispatcherApplication(create_backend_app), Faults())
+        self._app = _Faulty(
+            DomainDispatcherApplication(create_backend_app), Faults(), Jitter(self._seed)
+        )
         self._server = make_server("127.0.0.1", 0, self._app, threaded=True, request_handler=_Quiet)
         # Otherwise its shutdown waits for handlers with an unresponsive peer.
         self._server.block_on_close = False
@@ -174,7 +202,10 @@ class S3Server:
         }
 
     def fault(self, **rule: Any) -> None:
-        """Adds a rule with the fields of :class:`support.storage.gcs_faults.Fault`, but ``content_range``."""
+        """Adds a rule with the fields of :class:`support.storage.gcs_faults.Fault`, but ``content_range``.
+
+        Without a ``code``, an answer has ``body`` instead of an error.
+        """
         self._app.faults.add(**rule)
 
     def faults(self) -> list[dict[str, Any]]:
@@ -184,7 +215,11 @@ class S3Server:
     def clear(self) -> None:
         """Removes all rules."""
         self._app.faults.clear()
-        self._app.ignore_checksums = False
+        self._app.ignore_checksums = self._app.lists_by_key = False
+
+    def list_uploads_by_key(self) -> None:
+        """Until :meth:`clear`: uploads are listed by their exact key only, as MinIO does."""
+        self._app.lists_by_key = True
 
     def ignore_checksums(self) -> None:
         """Until :meth:`clear`: what arrives is kept whatever checksum was sent along."""

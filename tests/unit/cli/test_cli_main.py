@@ -6,8 +6,10 @@ from pathlib import Path
 import click
 import pytest
 
+from pannier.cli.errors import UNREACHABLE, report_errors
 from pannier.cli.main import cli
 from pannier.cli.options import Address, JsonObject, Location, Seconds, Size
+from pannier.storage.base import DeniedError, NotFoundError, StorageError, UnreachableError
 from support.processes.cli import pannier
 from support.processes.daemons import clean_environment
 from support.processes.processes import python
@@ -216,3 +218,26 @@ def test_a_sidecars_spool_is_one_per_socket() -> None:
     one, other = (_spool_beside(f"unix:///run/{name}/sidecar.sock") for name in ("one", "other"))
     assert one != other
     assert one.is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (UnreachableError("s3://b/x: connection refused"), "check the endpoint"),
+        (DeniedError("s3://b/x: 403"), "check the credentials"),
+        (NotFoundError("s3://b/x: 404 NoSuchBucket"), "check the URL"),
+        (StorageError("s3://b/x: 503 (given up after 9 tries in 300 s)"), ""),
+    ],
+    ids=["unreachable", "denied", "missing", "other"],
+)
+def test_the_hint_of_a_storage_error_is_about_its_own_cause(
+    capsys: pytest.CaptureFixture[str], error: Exception, hint: str
+) -> None:
+    with pytest.raises(SystemExit) as stop, report_errors():
+        raise error
+    assert stop.value.code == UNREACHABLE
+    said = capsys.readouterr().err
+    assert str(error) in said
+    assert (f"hint: {hint}" in said) if hint else "hint" not in said
+    assert "daemon" not in said
+    assert ("credentials" in said) is isinstance(error, DeniedError)

@@ -1,12 +1,10 @@
 """Barriers of many ranks, which are threads here, in one store; and how a load waits beside a collective."""
 
+import json
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from traceback import FrameSummary, StackSummary
-from types import CodeType
 from typing import Any
 
 import pytest
@@ -14,14 +12,11 @@ from torch.distributed import HashStore
 
 from pannier.client.ranks.load_ranks import LoadRanks
 from pannier.client.ranks.rank_hosts import RankHosts
-from pannier.client.ranks.rank_problem import Problem
-from pannier.client.ranks.store_barrier import (
-    Missing,
-    Step,
-    StoreBarrier,
-)
+from pannier.client.ranks.rank_problem import Failed, Problem
+from pannier.client.ranks.store_barrier import Missing, Step, StoreBarrier, encode
 from pannier.client.ranks.store_calls import StoreFailedError, StoreUnansweredError
 from pannier.common import timeouts
+from pannier.wire.errors import InvalidRequestError
 from support.processes.stretch import BOUND_S, stretched
 
 FIRST = Step("first", "to begin")
@@ -29,7 +24,8 @@ SECOND = Step("second", "to go on", is_by_first=True)
 
 
 def settle(values: Mapping[int, Any], missing: Missing | None) -> Any:
-    return dict(values), None if missing is None else missing.ranks
+    here = [[rank, values[rank]] for rank in sorted(values)]
+    return [here, None if missing is None else missing.ranks]
 
 
 def barrier(store: HashStore, rank: int, size: int, timeout_s: float = BOUND_S) -> StoreBarrier:
@@ -56,12 +52,12 @@ def test_all_ranks_get_one_outcome_of_all_values(pool: ThreadPoolExecutor) -> No
     def call(rank: int) -> Any:
         own = barrier(store, rank, size)
         found = own.arrive(FIRST, rank * rank, settle)
-        assert found == ({each: each * each for each in range(size)}, None)
+        assert found == [[[each, each * each] for each in range(size)], None]
         return own.arrive(SECOND, rank, settle)
 
     for _ in range(2):
         # At the second step the first rank alone is waited for.
-        assert set(map(str, on_all(pool, range(size), call).values())) == {"({0: 0}, None)"}
+        assert set(map(str, on_all(pool, range(size), call).values())) == {"[[[0, 0]], None]"}
 
 
 def test_those_that_do_not_come_are_named_and_a_late_one_gets_the_same(
@@ -74,7 +70,7 @@ def test_those_that_do_not_come_are_named_and_a_late_one_gets_the_same(
         return barrier(store, rank, size, stretched(0.3)).arrive(FIRST, rank, settle)
 
     here = [rank for rank in range(size) if rank not in late]
-    expected = ({rank: rank for rank in here}, sorted(late))
+    expected = [[[rank, rank] for rank in here], sorted(late)]
     outcomes = on_all(pool, here, call)
     assert all(outcome == expected for outcome in outcomes.values())
     assert call(3) == expected
@@ -95,13 +91,13 @@ def test_a_failure_ends_a_step_and_gives_others_time_for_theirs(
 
     failing.set()
     assert set(map(str, on_all(pool, range(3), call).values())) == {
-        "({0: 0, 1: 1, 2: 'failed'}, None)"
+        "[[[0, 0], [1, 1], [2, 'failed']], None]"
     }
     # Without time for them, it has only what is there.
-    assert barrier(store, 2, 3).fail(FIRST, "again", settle, grace_s=0) == (
-        {2: "again"},
+    assert barrier(store, 2, 3).fail(FIRST, "again", settle, grace_s=0) == [
+        [[2, "again"]],
         [0, 1],
-    )
+    ]
 
 
 def test_what_a_call_leaves_goes_with_the_next(pool: ThreadPoolExecutor) -> None:
@@ -142,38 +138,29 @@ def test_a_store_that_does_not_answer_is_named_with_the_rank_that_serves_it() ->
     held.set()
 
 
-class Frame(FrameSummary):
-    """A frame that refers to its code, as those of newer Pythons."""
+@pytest.mark.parametrize("size", [64, 4096])
+def test_errors_of_many_ranks_with_long_texts_are_one_small_outcome(size: int) -> None:
+    problems = {rank: Problem.of(ValueError(f"{rank}: {'x' * 100_000}")) for rank in range(size)}
+    sent = {rank: Problem(**json.loads(encode(each.to_json()))) for rank, each in problems.items()}
+    assert all(len(encode(each.to_json())) < 2500 for each in problems.values())
+    content = encode(Failed(sent).to_json())
+    # torch's store closes the connection above 8 MiB, and takes long for megabytes.
+    assert len(content) < 2 << 20
+    error = Failed.from_json(json.loads(content)).error({7: ValueError("own")})
+    assert list(error.failures) == list(range(size))
+    assert str(error).startswith("rank 0: ValueError: 0: xxx")
+    assert "more bytes, which that rank's own error has" in str(error)
+    assert len(str(error)) < 10_000
+    assert str(error.failures[7][0]) == "own"
 
-    _code: CodeType
 
-
-def test_a_failure_reaches_other_ranks_with_its_stack_though_frames_refer_to_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    original = traceback.extract_tb
-
-    def extract(*arguments: Any) -> StackSummary:
-        frames = []
-        for each in original(*arguments):
-            frame = Frame(each.filename, each.lineno, each.name, line=each.line)
-            frame._code = extract.__code__
-            frames.append(frame)
-        return StackSummary.from_list(frames)
-
-    monkeypatch.setattr(traceback, "extract_tb", extract)
-
-    def fail() -> None:
-        raise ValueError("no plan")
-
-    try:
-        fail()
-    except ValueError as error:
-        problem = Problem.of(error)
-    values, _ = barrier(HashStore(), 0, 1).fail(FIRST, problem, settle, grace_s=0)
-    stack = values[0].stack
-    assert stack[-1].name == "fail"
-    assert stack[-1].line == 'raise ValueError("no plan")'
+def test_a_value_that_the_store_would_not_take_is_refused_before_it_is_sent() -> None:
+    own = barrier(HashStore(), 0, 1)
+    with pytest.raises(
+        InvalidRequestError, match=r"a value of 8388\d\d\d bytes, which begins with"
+    ):
+        own.arrive(FIRST, "x" * (8 << 20), settle)
+    assert own.arrive(FIRST, "small", settle) == [[[0, "small"]], None]
 
 
 class BusyStore:

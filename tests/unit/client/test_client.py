@@ -649,15 +649,38 @@ def fail_one(client: Client, sidecar: ScriptedSidecar) -> Any:
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_an_unasked_error_is_raised_once_by_the_next_save_and_ends_it_everywhere(
+@pytest.mark.parametrize("call", ["async_save", "save", "prepare"])
+def test_an_unretrieved_error_is_raised_once_by_the_next_call_which_saves_nevertheless(
+    client: Client, sidecar: ScriptedSidecar, call: str
+) -> None:
+    fail_one(client, sidecar)
+    where = {"checkpoint_root": "/x"} if call == "prepare" else {"checkpoint_id": "/x/z"}
+    with pytest.raises(SaveAbortedError, match="disk full") as raised:
+        getattr(client, call)(state(), **where)
+    assert "whose own save is made all the same" in raised.value.__notes__[0]
+    client.wait_all(BOUND_S)
+    assert not failures(sidecar)
+    client.save(state(), checkpoint_id="/x/z")
+    made = [3] if call == "prepare" else [2, 3]
+    assert numbers(sidecar, sidecar_pb2.HandOverRequest)[-len(made) :] == made
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_an_unretrieved_error_stays_for_the_next_call_where_this_one_raises_its_own(
     client: Client, sidecar: ScriptedSidecar
 ) -> None:
     fail_one(client, sidecar)
+    with pytest.raises(InvalidRequestError, match="on_busy"):
+        client.async_save(state(), checkpoint_id="/x/z", on_busy="never")
     with pytest.raises(SaveAbortedError, match="disk full"):
         client.async_save(state(), checkpoint_id="/x/z")
-    assert "disk full" in failures(sidecar)[0].message
-    client.save(state(), checkpoint_id="/x/z")
-    assert numbers(sidecar, sidecar_pb2.HandOverRequest)[-1] == 3
+    client.wait_all(BOUND_S)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_what_is_no_function_is_refused_as_commit_callback_at_the_call(client: Client) -> None:
+    with pytest.raises(InvalidRequestError, match="on_commit=5"):
+        client.async_save(state(), checkpoint_id="/x/z", on_commit=5)  # type: ignore[arg-type]
 
 
 def test_an_unasked_error_is_raised_by_wait_all_and_close(

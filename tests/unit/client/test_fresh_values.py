@@ -90,7 +90,7 @@ def test_copies_that_are_late_have_it_too_or_the_save_fails(names: list[str], se
 @given(
     st.lists(st.sampled_from(sorted(changing_shards.CHANGES)), min_size=1, max_size=8),
     st.integers(0, 1 << 30),
-    st.integers(1, 3),
+    st.integers(1, 4),
 )
 def test_each_save_has_its_steps_shards(names: list[str], seed: int, ranks: int) -> None:
     with alone_of(ranks):

@@ -231,18 +231,3 @@ def test_a_directory_of_another_user_is_refused(directory: Path) -> None:
     os.chown(directory, 65534, 65534)
     with pytest.raises(ConfigurationError, match=r"PANNIER_RUNTIME_DIR=.* not a directory of user"):
         launcher.ensure(Settings(runtime_dir=directory))
-
-
-JOBS = ["KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"]
-
-
-@pytest.mark.parametrize("mark", JOBS)
-def test_daemons_in_a_pod_or_a_batch_job_end_with_it(
-    monkeypatch: pytest.MonkeyPatch, mark: str
-) -> None:
-    monkeypatch.setattr(os.path, "exists", lambda _: False)
-    for each in JOBS:
-        monkeypatch.delenv(each, raising=False)
-    assert launcher.outlives_trainer()
-    monkeypatch.setenv(mark, "1")
-    assert not launcher.outlives_trainer()

@@ -27,10 +27,14 @@ class Plan:
         self.confirmed: list[str] = []
 
     def claim(self) -> sidecar_pb2.CachedPlanClaim:
-        return sidecar_pb2.CachedPlanClaim(plan_id="p1")
+        return sidecar_pb2.CachedPlanClaim(part="p1")
 
-    def confirm(self, plan_id: str, checkpoint_id: str, attempt: str) -> None:
-        self.confirmed.append(plan_id)
+    def confirm(self, checkpoint_id: str, attempt: str) -> None:
+        self.confirmed.append(attempt)
+
+    @property
+    def staged_positions(self) -> bytes:
+        return b"\1\3"
 
     def attempt(self, number: int) -> str:
         return f"a{number}"
@@ -80,5 +84,5 @@ def test_a_requested_local_plan_is_sent_once_also_where_no_thread_can_be_started
             claim.on_status(save_pb2.SaveStatus(full_plan_requested=True))
         assert waiting.result(BOUND_S) == "p2"
     assert [each.digest for each in sidecar.requests] == ["d"]
-    assert claim.by_local_plan
-    assert plan.confirmed == ["p2"]
+    assert [each.staged_positions for each in sidecar.requests] == [b"\1\3"]
+    assert plan.confirmed == ["a2"]

@@ -1,4 +1,4 @@
-"""Saves whose ranks go by a plan of an earlier save: all of them, some of them, or in vain."""
+"""Saves whose ranks go by their parts of the last plan: all of them, some of them, or in vain."""
 
 import asyncio
 import shutil
@@ -76,9 +76,14 @@ class Job:
     async def plan_all(self, number: int) -> list[plan_pb2.FinalPlan]:
         return list(await asyncio.gather(*(self.plan(rank, number) for rank in (0, 1))))
 
+    async def send_local_plans(self, number: int) -> list[plan_pb2.FinalPlan]:
+        """As ranks do that have claimed what they were given for save 1."""
+        calls = (self.plan(rank, number, staged=self.given[rank]) for rank in (0, 1))
+        return list(await asyncio.gather(*calls))
+
     async def claim(self, rank: int, number: int, **more: Any) -> None:
         fields: dict[str, Any] = {
-            "plan_id": self.given[rank].plan_id,
+            "part": self.given[rank].part,
             "digest": plan_codec.plan_digest(plan_of(rank)),
             "attempt": attempt_name(number),
         }
@@ -183,14 +188,24 @@ def test_ranks_that_go_by_the_last_plan_need_no_call(sockets: Path, tmp_path: Pa
         assert (info.offset, info.length) == (old.offset, old.length)
 
 
-def test_a_plan_that_the_coordinator_does_not_know_is_wanted(sockets: Path, tmp_path: Path) -> None:
+def test_a_claimed_part_that_no_plan_has_ends_the_save_by_name(
+    sockets: Path, tmp_path: Path
+) -> None:
     async def scenario(job: Job) -> None:
-        await job.claim_all(2, plan_id="f" * 64)
+        await job.claim(0, 2)
+        await job.claim(1, 2, part="f" * 64)
         await job.wanted(2)
-        answers = await job.plan_all(2)
-        assert answers == job.given_for(2)
-        await job.agreed(2)
-        await job.commit(2, answers)
+        for answer in await asyncio.gather(
+            *(job.plan(rank, 2, staged=job.given[rank]) for rank in (0, 1)), return_exceptions=True
+        ):
+            assert isinstance(answer, SaveAbortedError)
+        status = await job.await_state(2, ABORTED)
+        assert [(f.rank, f.kind) for f in status.failures] == [
+            (1, save_pb2.FAILURE_KIND_PLAN_CHANGED)
+        ]
+        assert "other items for rank 1 than these have staged" in causes(status)[1]
+        assert not job.is_there(2, object_names.manifest(attempt_name(2)))
+        await job.plan_all(3)
 
     play(scenario, sockets, tmp_path)
 
@@ -206,10 +221,9 @@ def test_a_restarted_coordinator_wants_the_plans_and_makes_the_same(
             job.client = client
             job.sidecars = [await client.attach(f"node-{rank}") for rank in (0, 1)]
             await job.claim_all(2)
+            # The claims named no save whose manifest has the parts.
             await job.wanted(2)
-            assert await job.plan_all(2) == job.given_for(2)
-            # The claims named no save whose manifest has the plan, so that they can't be confirmed
-            # by what they say: but the plan is the same one.
+            assert await job.send_local_plans(2) == job.given_for(2)
             assert (await job.agreed(2)).plan_id == job.given[0].plan_id
 
     asyncio.run(scenario())
@@ -245,11 +259,10 @@ def test_a_restarted_coordinator_reads_the_claimed_plan_from_an_earlier_save(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("readable", [True, False])
-def test_a_resumed_save_takes_claims_of_a_plan_by_which_ranks_write_the_same(
-    sockets: Path, tmp_path: Path, readable: bool
+def test_a_resumed_save_takes_claims_of_the_parts_in_its_manifest(
+    sockets: Path, tmp_path: Path
 ) -> None:
-    """Rank 1's plan changed, so that the save's is another than the one that rank 0 claims."""
+    """Rank 1's plan changed, so that the save's plan is another than the one that rank 0 got its part from."""
 
     async def scenario() -> None:
         async with coordinator(sockets) as client:
@@ -258,29 +271,33 @@ def test_a_resumed_save_takes_claims_of_a_plan_by_which_ranks_write_the_same(
             )
             job.given = await job.plan_all(1)
             await job.claim(0, 2)
-            changed = asyncio.create_task(job.plan(1, 2, plan_of(1, tensor("new", 5))))
-            await job.wanted(2, 0)
-            kept = await job.plan(0, 2)
-            new = await changed
-            status = await job.agreed(2, 0)
-            assert list(status.equal_plan_ids) == [job.given[0].plan_id] != [status.plan_id]
+            new = await job.plan(1, 2, plan_of(1, tensor("new", 5)))
+            assert (await job.agreed(2, 0)).plan_id == new.plan_id != job.given[0].plan_id
         async with coordinator(sockets) as client:
             job.client = client
             job.sidecars = [await client.attach(f"node-{rank}") for rank in (0, 1)]
             await job.sidecars[1].send(report(job.context(1, 2), new.attempt, INGESTED))
             # Its sidecar doesn't know that the claim was confirmed.
-            source = (job.place(1), attempt_name(1)) if readable else ("", "")
-            await job.claim(0, 2, source=source)
-            if readable:
-                status = await job.sidecars[0].await_status(
-                    job.context(0, 2).save, lambda status: bool(status.equal_plan_ids)
-                )
-                assert list(status.equal_plan_ids) == [job.given[0].plan_id]
-                assert not status.full_plan_requested
-            else:
-                await job.wanted(2, 0)
-                assert await job.plan(0, 2) == kept
+            await job.claim(0, 2)
+            status = await job.agreed(2, 0)
+            assert status.plan_id == new.plan_id
+            assert not status.full_plan_requested
+            kept = job.given_for(2)[0]
+            kept.plan_id = new.plan_id
             await job.commit(2, [kept, new])
+            # A part that isn't in the manifest.
+            await job.claim(0, 3)
+            asked = asyncio.create_task(job.plan(1, 3, plan_of(1)))
+            # This coordinator has only read the manifest.
+            await job.wanted(3, 0)
+            await job.plan(0, 3, staged=job.given[0])
+            other = await asked
+        async with coordinator(sockets) as client:
+            job.client = client
+            job.sidecars = [await client.attach(f"node-{rank}") for rank in (0, 1)]
+            await job.sidecars[1].send(report(job.context(1, 3), other.attempt, INGESTED))
+            await job.claim(0, 3, part="f" * 64)
+            assert list(causes(await job.await_state(3, ABORTED))) == [0]
 
     asyncio.run(scenario())
 
@@ -344,16 +361,25 @@ def test_what_a_changed_rank_adds_is_planned_around_the_others(
 ) -> None:
     async def scenario(job: Job) -> None:
         await job.claim(0, 2)
-        changed = asyncio.create_task(job.plan(1, 2, plan_of(1, tensor("new", 5), tensor("b2", 9))))
-        await job.wanted(2, 0)
-        kept = await job.plan(0, 2)
-        new = await changed
-        assert new.plan_id == kept.plan_id != job.given[0].plan_id
+        new = await job.plan(1, 2, plan_of(1, tensor("new", 5), tensor("b2", 9)))
+        # The coordinator has the local plan of rank 0, whose trainer may be dead by now.
+        status = await job.agreed(2, 0)
+        assert not status.full_plan_requested
+        assert new.plan_id == status.plan_id != job.given[0].plan_id
         # What rank 0 has staged is what it is to write.
         staged = job.given_for(2)[0]
-        staged.plan_id = kept.plan_id
-        assert kept == staged
-        await job.commit(2, [kept, new])
+        staged.plan_id = new.plan_id
+        assert job.manifest(2).final_plan(0) == staged
+        # What rank 1 wrote before it still writes.
+        before, after = (
+            keys_of(plan, given)
+            for plan, given in (
+                (plan_of(1), job.given[1]),
+                (plan_of(1, tensor("new", 5), tensor("b2", 9)), new),
+            )
+        )
+        assert {*before, "new", "b2"} == set(after)
+        await job.commit(2, [staged, new])
 
     play(scenario, sockets, tmp_path)
     metadata = FileSystemReader(tmp_path / "step-2").read_metadata()
@@ -369,13 +395,11 @@ def test_what_a_changed_rank_no_longer_writes_ends_the_save_by_name(
         # Both hold `b`; the one that wrote it has it no more.
         changed = written["b"]
         await job.claim(1 - changed, 2)
-        refused = asyncio.create_task(job.plan(changed, 2, plan_of(changed, without="b")))
-        await job.wanted(2, 1 - changed)
         with pytest.raises(SaveAbortedError, match="no rank writes 'b' any more") as caught:
-            await job.plan(1 - changed, 2)
-        assert list(causes(caught.value)) == [changed]
-        with pytest.raises(SaveAbortedError):
-            await refused
+            await job.plan(changed, 2, plan_of(changed, without="b"))
+        assert [(f.rank, f.kind) for f in caught.value.failures.values()] == [
+            (changed, save_pb2.FAILURE_KIND_PLAN_CHANGED)
+        ]
         # The next save makes a new plan.
         plans_ = [plan_of(rank, without="b" if rank == changed else "") for rank in (0, 1)]
         await asyncio.gather(*(job.plan(rank, 3, plans_[rank]) for rank in (0, 1)))
@@ -383,25 +407,73 @@ def test_what_a_changed_rank_no_longer_writes_ends_the_save_by_name(
     play(scenario, sockets, tmp_path)
 
 
-def test_ranks_alternate_between_plans_without_trouble(sockets: Path, tmp_path: Path) -> None:
-    """Rank 1 has something more to save every other time."""
+def test_ranks_alternate_between_structures_without_trouble(sockets: Path, tmp_path: Path) -> None:
+    """Each rank claims its part of the last save's plan only, and asks with any other structure."""
 
     async def scenario(job: Job) -> None:
-        await job.claim(0, 2)
-        other = plan_of(1, tensor("new", 5))
-        changed = asyncio.create_task(job.plan(1, 2, other))
-        await job.wanted(2, 0)
-        kept = await job.plan(0, 2)
-        await changed
-        # Rank 1 goes by the first plan, rank 0 by the one that it was given last.
-        await job.claim(0, 3, plan_id=kept.plan_id)
-        await job.claim(1, 3)
-        assert (await job.agreed(3)).plan_id in (kept.plan_id, job.given[1].plan_id)
-        await job.claim(0, 4, plan_id=kept.plan_id)
-        await job.claim(1, 4, plan_id=kept.plan_id, digest=plan_codec.plan_digest(other))
-        assert (await job.agreed(4)).plan_id == kept.plan_id
+        larger = [plan_of(rank, tensor(f"own{rank}", 500)) for rank in (0, 1)]
+        given = job.given
+        for number in range(2, 10):
+            # Rank 0 changes in even saves, rank 1 in saves 2, 5 and 8.
+            changes = [number % 2 == 0, number % 3 == 2]
+            structure = [number // 2 % 2, (number + 1) // 3 % 2]
+            plans = [larger[rank] if structure[rank] else plan_of(rank) for rank in (0, 1)]
+            asked = [
+                asyncio.create_task(job.plan(rank, number, plans[rank]))
+                for rank in (0, 1)
+                if changes[rank]
+            ]
+            for rank in (0, 1):
+                if not changes[rank]:
+                    digest = plan_codec.plan_digest(plans[rank])
+                    await job.claim(rank, number, part=given[rank].part, digest=digest)
+            answers = iter(await asyncio.gather(*asked))
+            for rank in (0, 1):
+                if not changes[rank]:
+                    assert not (await job.agreed(number, rank)).full_plan_requested
+            manifest = job.manifest(number)
+            given = [next(answers) if changes[r] else manifest.final_plan(r) for r in (0, 1)]
+            assert given == [manifest.final_plan(rank) for rank in (0, 1)]
+            await job.commit(number, given)
 
     play(scenario, sockets, tmp_path)
+
+
+def test_two_ranks_that_staged_one_item_commit_and_one_of_the_two_is_taken(
+    sockets: Path, tmp_path: Path
+) -> None:
+    """They claim parts of two plans, which write ``b`` on another rank each."""
+
+    async def scenario(job: Job) -> None:
+        writer = next(
+            r for r in (0, 1) if any(key == "b" for key in keys_of(plan_of(r), job.given[r]))
+        )
+        other = 1 - writer
+        # Now the other rank writes it.
+        without = plan_of(writer, without="b")
+        finals = await asyncio.gather(
+            *(job.plan(r, 2, without if r == writer else plan_of(r)) for r in (0, 1))
+        )
+        await job.commit(2, list(finals))
+        await job.claim(writer, 3)
+        await job.claim(other, 3, part=finals[other].part)
+        status = await job.agreed(3)
+        assert not status.full_plan_requested
+        staged = [job.given_for(3)[r] if r == writer else finals[r] for r in (0, 1)]
+        manifest = job.manifest(3)
+        assert [manifest.final_plan(r).part for r in (0, 1)] == [plan.part for plan in staged]
+        read = Manifest.parse(manifest.data)
+        assert [read.final_plan(r) for r in (0, 1)] == [manifest.final_plan(r) for r in (0, 1)]
+        await job.commit(3, [read.final_plan(r) for r in (0, 1)])
+        # A later save goes by the same plan.
+        for rank in (0, 1):
+            await job.claim(rank, 4, part=staged[rank].part)
+        assert (await job.agreed(4)).plan_id == status.plan_id
+
+    play(scenario, sockets, tmp_path)
+    first, third = (FileSystemReader(tmp_path / f"step-{n}").read_metadata() for n in (1, 3))
+    assert third.state_dict_metadata == first.state_dict_metadata
+    assert set(third.storage_data) == set(first.storage_data)
 
 
 def test_files_of_another_attempt_end_the_save_by_name(sockets: Path, tmp_path: Path) -> None:
@@ -423,7 +495,7 @@ def test_ranks_that_say_two_things_end_the_save(sockets: Path, tmp_path: Path) -
         await job.claim(0, 3)
         there = claim_report(
             context(1, str(tmp_path / "elsewhere"), number=3),
-            job.given[1].plan_id,
+            job.given[1].part,
             plan_codec.plan_digest(plan_of(1)),
             attempt_name(3),
         )
@@ -443,7 +515,7 @@ def test_a_rank_that_never_claims_a_plan_is_named(sockets: Path, tmp_path: Path)
         status = await job.await_state(2, ABORTED)
         assert causes(status)[1].startswith("async_save was not called there")
         # So is one whose full plan is requested.
-        await job.claim_all(3, plan_id="f" * 64, timeout_s=2.0)
+        await job.claim_all(3, part="f" * 64, timeout_s=2.0)
         status = await job.await_state(3, ABORTED)
         assert sorted(causes(status)) == [0, 1]
         assert causes(status)[0].startswith("its full plan was requested")
@@ -467,7 +539,7 @@ def test_a_place_that_is_not_allowed_ends_the_save(sockets: Path, tmp_path: Path
     async def scenario(job: Job) -> None:
         claim = claim_report(
             context(0, "/elsewhere/step-2", number=2),
-            job.given[0].plan_id,
+            job.given[0].part,
             plan_codec.plan_digest(plan_of(0)),
             attempt_name(2),
         )

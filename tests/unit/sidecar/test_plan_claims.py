@@ -19,7 +19,7 @@ DURABLE = save_pb2.RANK_PHASE_DURABLE
 COMMITTED = save_pb2.SAVE_STATE_COMMITTED
 DATA = os.urandom(3 << 20)
 CLAIM = sidecar_pb2.CachedPlanClaim(
-    plan_id="ab" * 8, digest="d", attempt="i1-inc1-g00000000-s1", checkpoint_id="/x/step-1"
+    part="ab" * 8, digest="d", attempt="i1-inc1-g00000000-s1", checkpoint_id="/x/step-1"
 )
 
 
@@ -68,13 +68,11 @@ def answer(
     context: sidecar_pb2.SaveContext,
     *,
     plan_id: str = "",
-    equal: tuple[str, ...] = (),
     requested: bool = False,
 ) -> None:
     """What the coordinator makes of the claims."""
     status = status_of(context, save_pb2.SAVE_STATE_PLANNING)
     status.plan_id, status.full_plan_requested = plan_id, requested
-    status.equal_plan_ids.extend(equal)
     host.coordinator.send(status)
 
 
@@ -90,21 +88,13 @@ def test_no_receipt_is_written_before_the_plan_is_confirmed(
     trainer.die()
     report = host.coordinator.await_report(lambda report: report.status.bytes_durable == len(DATA))
     assert report.status.phase == HANDED_OVER
-    # Of a plan by which this rank writes something else.
+    answer(host, context)
     answer(host, context, plan_id=PLAN_ID)
-    answer(host, context, plan_id=PLAN_ID, equal=(CLAIM.plan_id,))
     report = host.coordinator.await_phase(context, DURABLE)
     assert not report.HasField("claim")
     assert report.receipt.plan_id == stored_receipt(host, context).plan_id == PLAN_ID
-
-
-def test_another_plan_confirms_nothing(
-    host: Host, trainer: Trainer, context: sidecar_pb2.SaveContext
-) -> None:
-    answer(host, context, plan_id=PLAN_ID)
-    trainer.await_state(context, save_pb2.SAVE_STATE_PLANNING)
-    (save,) = host.sidecar.saves.undecided()
-    assert save.ranks[0].unconfirmed == CLAIM
+    # By which the coordinator checks that it is the part that the plan has.
+    assert report.receipt.part == CLAIM.part
 
 
 def test_a_claim_that_is_confirmed_while_bytes_arrive(host: Host, trainer: Trainer) -> None:
@@ -114,11 +104,11 @@ def test_a_claim_that_is_confirmed_while_bytes_arrive(host: Host, trainer: Train
     with trainer.stream(header) as stream:
         assert stream.committed() == 0
         host.coordinator.await_report(lambda report: report.claim == CLAIM)
-        answer(host, context, plan_id=CLAIM.plan_id)
+        answer(host, context, plan_id=PLAN_ID)
         trainer.await_state(context, save_pb2.SAVE_STATE_PLANNING)
     hand_over(trainer, context)
     report = host.coordinator.await_phase(context, DURABLE)
-    assert report.receipt.plan_id == CLAIM.plan_id
+    assert report.receipt.plan_id == PLAN_ID
     phases = [each.status.phase for each in host.coordinator.reports]
     assert HANDED_OVER not in phases
 
@@ -130,7 +120,7 @@ def test_a_restarted_sidecar_has_the_claim_in_its_journal(
     trainer.die()
     before = len(host.coordinator.reports)
     if confirmed:
-        answer(host, context, plan_id=PLAN_ID, equal=(CLAIM.plan_id,))
+        answer(host, context, plan_id=PLAN_ID)
         host.coordinator.await_phase(context, DURABLE)
     host.end()
     after = len(host.coordinator.reports)
@@ -139,7 +129,7 @@ def test_a_restarted_sidecar_has_the_claim_in_its_journal(
         report = host.coordinator.await_phase(context, DURABLE, after=after)
     else:
         assert host.coordinator.await_phase(context, HANDED_OVER, after=after).claim == CLAIM
-        answer(host, context, plan_id=PLAN_ID, equal=(CLAIM.plan_id,))
+        answer(host, context, plan_id=PLAN_ID)
         report = host.coordinator.await_phase(context, DURABLE, after=before)
     assert report.receipt.plan_id == stored_receipt(host, context).plan_id == PLAN_ID
     host.coordinator.decide(context, COMMITTED)
@@ -151,26 +141,18 @@ def test_a_restarted_sidecar_has_the_claim_in_its_journal(
     assert copy.checkpoint_id == context.checkpoint_id
 
 
-def test_a_rank_whose_full_plan_is_requested_hands_over_by_its_id(
+def test_a_rank_whose_full_plan_is_requested_is_confirmed_by_the_save_s_plan(
     host: Host, trainer: Trainer, context: sidecar_pb2.SaveContext
 ) -> None:
     answer(host, context, requested=True)
     while not trainer.await_state(context, save_pb2.SAVE_STATE_PLANNING).full_plan_requested:
         pass
     assert trainer.plan(context).plan_id == PLAN_ID
-    # The coordinator has a plan now, which may put other bytes of this rank elsewhere.
     answer(host, context, plan_id=PLAN_ID, requested=True)
-    (save,) = host.sidecar.saves.undecided()
-    await_true(
-        lambda: bool(save.coordinator_status and save.coordinator_status.plan_id), "a status"
-    )
-    assert save.ranks[0].unconfirmed == CLAIM
-    file = hand_over(trainer, context)
-    trainer.hand_over(context, file)
     report = host.coordinator.await_phase(context, DURABLE)
     assert report.receipt.plan_id == PLAN_ID
     # Also after the rank was ingested by it.
-    trainer.hand_over(context, file)
+    hand_over(trainer, context)
 
 
 def test_a_dead_trainer_whose_full_plan_is_requested_is_named(
@@ -188,7 +170,7 @@ def test_a_dead_trainer_whose_full_plan_is_requested_is_named(
     assert "rank 0" in report.failure.message
 
 
-@pytest.mark.parametrize("field", ["plan_id", "digest"])
+@pytest.mark.parametrize("field", ["part", "digest"])
 def test_a_rank_claims_one_plan(
     host: Host, trainer: Trainer, context: sidecar_pb2.SaveContext, field: str
 ) -> None:
@@ -198,7 +180,7 @@ def test_a_rank_claims_one_plan(
     with pytest.raises(errors.InvalidRequestError, match="after it claimed or got another one"):
         trainer.hand_over(context, claim=other)
     setattr(other, field, "")
-    with pytest.raises(errors.InvalidRequestError, match="has no plan id or no digest"):
+    with pytest.raises(errors.InvalidRequestError, match="has no part or no digest"):
         trainer.hand_over(context, claim=other)
 
 

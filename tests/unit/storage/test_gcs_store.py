@@ -35,6 +35,7 @@ from pannier.storage.gcs.store import GcsStore
 from pannier.storage.http_sender import HttpSender
 from pannier.v1 import diagnosis_pb2, save_pb2
 from pannier.wire import object_names
+from pannier.wire.errors import ConfigurationError
 from support.processes.stretch import BOUND_S
 from support.storage.gcs_server import GcsServer
 from support.storage.sources import FileSource, some_bytes
@@ -768,6 +769,37 @@ def test_listing_follows_pages(server: GcsServer, run: Callable[..., None]) -> N
         assert [info.key for info in await store.list("r/")] == keys
 
     run(body)
+
+
+@pytest.mark.parametrize("foreign", ["", "{}", "<html>log in</html>", '{"error": "busy"}'])
+def test_an_empty_or_foreign_body_is_no_listing(
+    server: GcsServer, run: Callable[..., None], foreign: str
+) -> None:
+    async def body(store: GcsStore) -> None:
+        await store.create("a/b", b"1")
+        fault = {"kind": "answered", "status": 200, "body": foreign, "path": r"/o\?prefix"}
+        server.fault(**fault)
+        assert [info.key for info in await store.list()] == ["a/b"]
+        server.fault(**fault, times=-1)
+        for listing in (store.list, store.list_directories):
+            began = time.monotonic()
+            with (
+                limited(until=lambda: began + 1),  # noqa: B023
+                pytest.raises(StorageError, match=r"no listing|isn't JSON"),
+            ):
+                await listing()
+
+    run(body)
+
+
+def test_a_misspelt_option_is_refused_by_name(server: GcsServer) -> None:
+    async def main() -> None:
+        store = open_store("gs://bucket/misspelt", storage_options={"tokne": "anon"})
+        with pytest.raises(ConfigurationError, match=r"'tokne'; did you mean 'token'\?"):
+            await store.create("a", b"1")
+        await store.close()
+
+    asyncio.run(main())
 
 
 def test_storage_needs_no_torch_and_no_layout_lookup() -> None:

@@ -13,11 +13,13 @@ import pytest
 
 from pannier.common import timeouts
 from pannier.storage import ConflictError, DeniedError, NotFoundError, StorageError, open_store
+from pannier.storage.base import limited
 from pannier.storage.http_sender import HttpSender
 from pannier.storage.retry import TransientError
 from pannier.storage.s3.client import S3Connection
 from pannier.storage.s3.store import S3Store
 from pannier.storage.upload_threads import UploadThreads
+from pannier.wire.errors import ConfigurationError
 from support.network.certificates import Authority
 from support.processes.stretch import BOUND_S
 from support.storage.s3_server import S3Server
@@ -246,7 +248,12 @@ async def upload(store: S3Store, directory: Path, size: int) -> list[str]:
 @pytest.mark.parametrize("size", [1000, BIG])
 @pytest.mark.parametrize(
     ("status", "code"),
-    [(503, "SlowDown"), (409, "ConditionalRequestConflict"), (409, "OperationAborted")],
+    [
+        (503, "SlowDown"),
+        (409, "ConditionalRequestConflict"),
+        (409, "OperationAborted"),
+        (400, "IncompleteBody"),
+    ],
 )
 def test_what_s3_asks_to_try_again_is_tried_again(
     faulty: S3Server, tmp_path: Path, size: int, status: int, code: str
@@ -262,6 +269,143 @@ def test_what_s3_asks_to_try_again_is_tried_again(
 
     run(faulty, body)
     assert [rule["hits"] for rule in faulty.faults()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("by_key", [False, True], ids=["by-prefix", "by-key"])
+def test_an_upload_that_s3_loses_or_never_answers_is_made_once_and_leaves_none(
+    faulty: S3Server, tmp_path: Path, by_key: bool
+) -> None:
+    if by_key:
+        faulty.list_uploads_by_key()
+
+    async def body(store: S3Store) -> None:
+        faulty.fault(kind="lost", method="POST", path=r"\?uploads")
+        faulty.fault(
+            kind="status", status=404, code="NoSuchUpload", method="PUT", path="partNumber=2"
+        )
+        retries = await upload(store, tmp_path, BIG)
+        assert len(retries) == 2
+        assert "NoSuchUpload" in retries[1]
+        assert len(await store.list()) == 1
+
+    run(faulty, body)
+    assert [rule["hits"] for rule in faulty.faults()] == [1, 1]
+    assert faulty.sessions() == []
+
+
+def test_an_upload_that_is_cancelled_before_its_id_is_known_leaves_none(
+    faulty: S3Server, tmp_path: Path
+) -> None:
+    faulty.list_uploads_by_key()
+    faulty.fault(kind="lost", method="POST", path=r"\?uploads", times=-1)
+
+    async def body(store: S3Store) -> None:
+        source = FileSource(tmp_path / "spool", some_bytes(BIG))
+        lost = asyncio.Event()
+        task = asyncio.create_task(
+            store.upload(
+                "file", source, progress=lambda held: None, retried=lambda reason: lost.set()
+            )
+        )
+        await asyncio.wait_for(lost.wait(), BOUND_S)
+        assert faulty.sessions()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(faulty, body)
+    assert faulty.sessions() == []
+
+
+def test_an_answer_without_an_etag_is_no_answer(faulty: S3Server, tmp_path: Path) -> None:
+    async def body(store: S3Store) -> None:
+        bare = {"status": 200, "code": ""}
+        faulty.fault(kind="answered", method="PUT", **bare)
+        first = await store.create("decision", b"COMMIT")
+        faulty.fault(kind="status", method="HEAD", **bare)
+        there = await store.stat("decision")
+        assert there is not None
+        assert there.generation == first.generation
+        faulty.fault(kind="answered", method="PUT", path="partNumber=1", **bare)
+        (reason,) = await upload(store, tmp_path, BIG)
+        assert "upload_part has no ETag" in reason
+        faulty.fault(kind="status", method="HEAD", times=-1, **bare)
+        with limited(until=lambda: began + 1):
+            began = time.monotonic()
+            with pytest.raises(StorageError, match=r"head_object has no .*ETag.*given up"):
+                await store.stat("decision")
+
+    run(faulty, body)
+    assert faulty.sessions() == []
+
+
+@pytest.mark.parametrize("foreign", ["", "<html><body>log in</body></html>", "log in"])
+def test_an_empty_or_foreign_body_is_no_listing(faulty: S3Server, foreign: str) -> None:
+    async def body(store: S3Store) -> None:
+        await store.create("a/b", b"1")
+        for listing in (store.list, store.list_directories, store.list_unfinished):
+            answer = {"kind": "status", "status": 200, "code": "", "body": foreign}
+            before = await listing()
+            faulty.fault(**answer, method="GET")
+            assert await listing() == before
+            faulty.fault(**answer, method="GET", times=-1)
+            began = time.monotonic()
+            with (
+                limited(until=lambda: began + 1),  # noqa: B023
+                # botocore itself turns what is no XML into a 500.
+                pytest.raises(StorageError, match=r"IsTruncated|500"),
+            ):
+                await listing()
+            faulty.clear()
+
+    run(faulty, body)
+
+
+def test_a_pause_that_s3_asks_for_is_kept(faulty: S3Server) -> None:
+    async def main() -> None:
+        connection = await S3Connection.open(faulty.options, UploadThreads())
+        faulty.fault(kind="status", headers={"Retry-After": "7"})
+        with pytest.raises(TransientError) as error:
+            await connection.call("head_object", what="x", Bucket="bucket", Key="x")
+        assert error.value.after_s == 7
+        await connection.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (
+            {"s3_additional_kwargs": {"ServerSideEncryptoin": "AES256"}},
+            r"S3 has no 'ServerSideEncryptoin'; did you mean 'ServerSideEncryption'\?",
+        ),
+        ({"endpont_url": "http://127.0.0.1:1"}, "endpont_url"),
+        ({"endpoint_url": "127.0.0.1:1"}, r"127\.0\.0\.1:1.*check the storage options"),
+    ],
+    ids=["parameter", "option", "endpoint"],
+)
+def test_a_misspelt_option_is_refused_by_name(
+    server: S3Server, options: dict[str, Any], named: str
+) -> None:
+    async def body(store: S3Store) -> None:
+        with pytest.raises(ConfigurationError, match=named) as error:
+            await store.create("a", b"1")
+        assert "credentials" not in str(error.value)
+
+    before = server.names("")
+    run(server, body, **options)
+    assert server.names("") == before
+
+
+def test_additional_parameters_reach_s3(server: S3Server) -> None:
+    async def body(store: S3Store) -> None:
+        await store.create("a", b"1")
+        (name,) = server.names(store.url.removeprefix("s3://bucket/"))
+        head = server.client.head_object(Bucket="bucket", Key=name)
+        assert head["ServerSideEncryption"] == "AES256"
+
+    run(server, body, s3_additional_kwargs={"ServerSideEncryption": "AES256"})
 
 
 @pytest.mark.parametrize("size", [1000, BIG])

@@ -13,7 +13,7 @@ from pannier.common.deadline import within
 from pannier.storage import StorageError
 from pannier.storage.base import DeniedError, end_of, limited, unlimited
 from pannier.storage.connections import SharedConnection
-from pannier.storage.retry import TransientError, clean_up, retry
+from pannier.storage.retry import TransientError, asked_pause_s, clean_up, retry
 from support.processes.stretch import BOUND_S, until
 
 
@@ -207,3 +207,23 @@ def test_who_is_cancelled_leaves_nothing_running() -> None:
         assert flaky.cut == 1
 
     timed(body())
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("", 0),
+        ("7", 7),
+        ("Fri, 27 Nov 2026 12:00:30 GMT", 30),
+        ("Fri, 27 Nov 2026 11:00:00 GMT", 0),
+        ("soon", 0),
+        ("-1", 0),
+    ],
+)
+def test_a_pause_is_asked_for_in_seconds_or_by_the_servers_clock(value: str, seconds: int) -> None:
+    headers = {"retry-after": value, "date": "Fri, 27 Nov 2026 12:00:00 GMT"}
+    assert asked_pause_s(headers) == seconds
+
+
+def test_a_pause_until_a_date_is_unknown_without_the_servers_clock() -> None:
+    assert asked_pause_s({"retry-after": "Fri, 27 Nov 2026 12:00:30 GMT"}) == 0

@@ -17,6 +17,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -114,16 +115,22 @@ def await_listening(spec: DaemonSpec, address: str, timeout_s: float) -> str:
     return ""
 
 
-def outlives_trainer() -> bool:
-    """Whether the daemons survive the trainer's last process.
+@dataclass(frozen=True)
+class RunningDaemons:
+    """Embedded daemons, as their record describes them."""
 
-    Not in a container, which ends with its main process, nor in a job of Slurm, PBS or LSF, which kill the
-    processes that a job's script leaves behind.
-    """
-    jobs = {"KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
-    marks = ("/.dockerenv", "/run/.containerenv")
-    contained = any(os.path.exists(mark) for mark in marks)
-    return not contained and not jobs & os.environ.keys()
+    name: str
+    """For messages: "process 25"."""
+    ended_by: str | None
+    """What may end them together with their starter; None: known to be nothing."""
+
+
+def running_daemons(spec: DaemonSpec) -> RunningDaemons:
+    """The daemons in the directory of ``spec``."""
+    record = daemon_record.read(spec.directory)
+    if record is None:
+        return RunningDaemons(f"the sidecar in {spec.directory}", "what has started it there")
+    return RunningDaemons(f"process {record.pid}", record.ended_by)
 
 
 def accepts(path: str) -> bool:

@@ -30,7 +30,8 @@ def save_state(
 
     Args:
         checkpoint_id: the checkpoint, a path or a URL.
-        arguments: further arguments of ``client.async_save``, such as ``metrics``.
+        arguments: further arguments of ``client.async_save``, such as ``metrics``. By default the save replaces any
+            checkpoint at this id, as Accelerate's does; with ``overwrite=None`` only one of this job.
 
     Raises:
         ValueError: a setting of the accelerator is not supported.
@@ -52,7 +53,7 @@ def save_state(
         (of_first,) = broadcast_object_list([[*files]])
         is_first = accelerator.is_main_process
         own = [path for file, path in files.items() if is_first or file not in of_first]
-        return scratch.stage(name, own, **arguments)
+        return scratch.stage(name, own, **{"overwrite": True, **arguments})
 
 
 def load_state(

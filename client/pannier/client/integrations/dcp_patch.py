@@ -7,14 +7,16 @@ for all threads of the process.
 """
 
 import functools
+import gc
 import logging
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FunctionType, ModuleType, TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -24,15 +26,20 @@ from pannier import client
 from pannier.client import torch_compat
 from pannier.client.handle import SaveHandle
 from pannier.client.loading.catalog import PerRankError
-from pannier.client.save_factory import raise_unretrieved
+from pannier.client.loading.metadata_reader import ExtensionsError
+from pannier.client.save_factory import wait_default
 from pannier.common.locations import absolute
 from pannier.wire.errors import InvalidRequestError
+from pannier.wire.failures import shorten
 
 _log = logging.getLogger(__name__)
+
+_R = TypeVar("_R")
 
 _torch_save, _torch_async_save = state_dict_saver.save, state_dict_saver.async_save
 _torch_load = state_dict_loader.load
 
+_SHOWN: Final = 8
 _lock: Final = threading.Lock()
 _depth = 0
 """Number of patches in force; the first replaces torch's functions, and the end of the last restores them."""
@@ -114,6 +121,12 @@ class DcpPatch(AbstractContextManager["DcpPatch"]):
         with _lock:
             _depth += 1
             _replace()
+        if unreached := sorted(_find_unreached()):
+            _log.warning(
+                "patch_dcp(): %s hold torch's own function, and go on calling it: start the patch before they "
+                "are made, or give them torch.distributed.checkpoint's function of now",
+                shorten(unreached, _SHOWN),
+            )
 
     def stop(self) -> None:
         """Puts torch's functions back, and waits for the saves that are under way.
@@ -121,9 +134,8 @@ class DcpPatch(AbstractContextManager["DcpPatch"]):
         Raises PannierError: one failed and its error was not retrieved.
         """
         _restore()
-        for handle in _underway():
-            handle.wait()
-        raise_unretrieved()
+        # Not only those that are tracked: a call that raised an earlier save's error gave no handle.
+        wait_default()
 
 
 def patch_dcp() -> DcpPatch:
@@ -132,7 +144,9 @@ def patch_dcp() -> DcpPatch:
     For trainers whose code can't be changed: ``with client.patch_dcp(): trainer.train()``, or
     ``client.patch_dcp().start()`` for good. It replaces the three functions in every module that has them
     by then, for all threads, until the context is left or ``stop()`` is called. Both wait for the saves under
-    way and raise their errors, except a context that is left by an exception. May be nested.
+    way and raise their errors, except a context that is left by an exception. May be nested. What holds a function
+    in another way by then (``functools.partial``, ``staticmethod``, a default argument) goes on with torch's, which
+    a warning says; so do torch's converters (``format_utils``), which call inner functions.
 
     The functions take torch's arguments. ``save`` returns when the checkpoint is committed. ``async_save``
     returns when it is staged, with a :class:`~pannier.client.SaveHandle`: a ``Future`` of the commit, and an
@@ -141,7 +155,8 @@ def patch_dcp() -> DcpPatch:
     and storage options are ignored. As with torch, a save replaces an existing checkpoint, also another
     job's. ``async_checkpointer_type`` and torch's own stagers are ignored, since Pannier stages by itself.
     Other storage, such as safetensors, and subclasses are left to torch, with one warning for each kind.
-    A checkpoint that torch saved with ``use_collectives=False`` is loaded by torch, too.
+    A checkpoint that torch saved with ``use_collectives=False``, or with extensions (``ZStandard``), is loaded by
+    torch, too. ``save_id`` of a given writer is that of its last committed save.
 
     Raises, from the functions:
         InvalidRequestError: another ``async_stager``, or ``use_collectives=False``, which Pannier can't honour.
@@ -180,15 +195,33 @@ def _restore() -> None:
                 setattr(module, name, original)
 
 
-def _underway(checkpoint_id: str | None = None) -> list[SaveHandle]:
-    """Saves that have not ended; to ``checkpoint_id``, if it is given."""
+def _underway(checkpoint_id: str) -> list[SaveHandle]:
+    """Saves to ``checkpoint_id`` that have not ended."""
     with _lock:
-        return [
-            handle for handle in _pending if checkpoint_id in (None, handle.status().checkpoint_id)
-        ]
+        return [handle for handle in _pending if handle.status().checkpoint_id == checkpoint_id]
+
+
+def _takes_second(name: str) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
+    """Lets a function take its keyword argument ``name`` as the second positional one, as torch's do.
+
+    See ``_api_bc_check`` in https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/utils.py
+    """
+
+    def decorate(function: Callable[..., _R]) -> Callable[..., _R]:
+        def call(state_dict: Any, *storage: Any, **arguments: Any) -> _R:
+            if len(storage) > 1 or (storage and name in arguments):
+                raise TypeError(f"give a state dict and {name}, the rest by keywords")
+            if storage:
+                arguments[name] = storage[0]
+            return function(state_dict, **arguments)
+
+        return call
+
+    return decorate
 
 
 @functools.wraps(_torch_save)
+@_takes_second("storage_writer")
 def _save(
     state_dict: Any, *, checkpoint_id: Any = None, storage_writer: Any = None, **arguments: Any
 ) -> Metadata:
@@ -203,10 +236,13 @@ def _save(
         )
         return metadata
     # Committed when it returns: callers read, rename or link it next.
-    return client.save(state_dict, **target, **arguments).metadata()
+    result = client.save(state_dict, **target, **arguments)
+    _set_save_id(storage_writer, result)
+    return result.metadata()
 
 
 @functools.wraps(_torch_async_save)
+@_takes_second("storage_writer")
 def _async_save(
     state_dict: Any,
     *,
@@ -229,10 +265,12 @@ def _async_save(
     _check_stager(async_stager)
     handle = client.async_save(state_dict, **target, **arguments)
     track(handle)
+    handle.add_commit_callback(functools.partial(_set_save_id, storage_writer))
     return handle
 
 
 @functools.wraps(_torch_load)
+@_takes_second("storage_reader")
 def _load(
     state_dict: dict[str, Any],
     *,
@@ -248,13 +286,41 @@ def _load(
     if source is not None:
         wait_for_saves(source.get("checkpoint_id") or source["storage_reader"].checkpoint_id)
         # Raised on all ranks: so all of them go on with torch.
-        with suppress(PerRankError):
+        with suppress(PerRankError, ExtensionsError):
             client.load(state_dict, **source, **arguments)
             return
     _torch_load(state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **arguments)
 
 
 _OURS: Final = (_save, _async_save, _load)
+
+
+def _find_unreached() -> Iterator[str]:
+    """What holds torch's functions outside of modules, and can be named."""
+    holders = [
+        holder
+        for holder in gc.get_referrers(_torch_save, _torch_async_save, _torch_load)
+        if isinstance(holder, functools.partial | staticmethod | tuple | dict)
+    ]
+    for holder in holders:
+        if isinstance(holder, functools.partial):
+            yield f"a functools.partial of {getattr(holder.func, '__name__', 'a function')}"
+    for user in gc.get_referrers(*holders):
+        # By type, as above.
+        if type(user) is FunctionType:
+            defaults = user.__defaults__, user.__kwdefaults__
+            if any(each is holder for each in defaults for holder in holders):
+                yield f"a default argument of {user.__module__}.{user.__qualname__}"
+        elif type(user) is dict and "__module__" in user:
+            for name, value in user.items():
+                if isinstance(value, staticmethod) and any(value is each for each in holders):
+                    yield f"the staticmethod {name} of a class in {user['__module__']}"
+
+
+def _set_save_id(writer: Any, result: client.SaveResult) -> None:
+    """As torch's own writers have it: the one in the ``.metadata`` that was written."""
+    if writer is not None and not isinstance(writer, client.StorageWriter):
+        writer.save_id = result.attempt
 
 
 def _forget(handle: Any) -> None:

@@ -25,7 +25,16 @@ _META = "meta.pt"
 
 
 class ModelParallelStrategy(strategies.ModelParallelStrategy):
-    """For ``Trainer(strategy=...)``, with Lightning's arguments. ``ModelCheckpoint`` must have ``save_top_k=-1``."""
+    """For ``Trainer(strategy=...)``, with Lightning's arguments. ``ModelCheckpoint`` must have ``save_top_k=-1``.
+
+    Args:
+        arguments, options: Lightning's.
+        overwrite: what a save may replace, as ``client.async_save`` takes it. True: any checkpoint, as Lightning does.
+    """
+
+    def __init__(self, *arguments: Any, overwrite: bool | None = True, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._overwrite = overwrite
 
     def setup(self, trainer: Trainer) -> None:
         """Raises ValueError for settings that are not supported."""
@@ -81,6 +90,7 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):
             checkpoint_id=path,
             extra_files={_META: meta.getvalue()} if self.global_rank == 0 else None,
             metrics=self._monitored(),
+            overwrite=self._overwrite,
         )
         if os.path.basename(path).startswith("hpc_ckpt_"):
             # Lightning requeues the Slurm job next, and embedded daemons end with it.

@@ -28,6 +28,8 @@ class CheckpointManager(checkpointer.CheckpointManager):
 
         keep_latest_k: int = 0
         """The coordinator removes checkpoints: see ``PANNIER_KEEP_NEWEST``."""
+        overwrite: bool | None = True
+        """What a save may replace, as ``client.async_save`` takes it. True: any checkpoint, as torchtitan does."""
 
         def __post_init__(self) -> None:
             checkpointer.CheckpointManager.Config.__post_init__(self)
@@ -44,6 +46,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
         super().__init__(config, optimizers=optimizers, **components)
         # With a stager set, torchtitan makes none of its own, with pinned memory. It closes this at the end.
         self.stager = contextlib.ExitStack()
+        self._overwrite = config.overwrite
         if config.enable:
             self.stager.callback(_wait_for_saves)
             for optimizer in optimizers:
@@ -67,11 +70,16 @@ class CheckpointManager(checkpointer.CheckpointManager):
             return None
         handle = None
         if async_mode == AsyncMode.DISABLED:
-            client.save(state_dict, checkpoint_id=checkpoint_id)
+            client.save(state_dict, checkpoint_id=checkpoint_id, overwrite=self._overwrite)
         else:
             pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
             staging = "overlapped" if pinned else "blocking"
-            handle = client.async_save(state_dict, checkpoint_id=checkpoint_id, staging=staging)
+            handle = client.async_save(
+                state_dict,
+                checkpoint_id=checkpoint_id,
+                overwrite=self._overwrite,
+                staging=staging,
+            )
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return handle

@@ -34,10 +34,12 @@ class PannierCallback(TrainerCallback):
 
     Args:
         root: directory of the checkpoints, a path or a URL.
+        overwrite: what a save may replace, as ``client.async_save`` takes it. True: any checkpoint, as Trainer does.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], overwrite: bool | None = True) -> None:
         self.root = absolute(root)
+        self._overwrite = overwrite
         self._scratch: ScratchDirectory | None = None
         self._has_warned = False
 
@@ -93,7 +95,8 @@ class PannierCallback(TrainerCallback):
         logs = [log for log in state.log_history if log["step"] == state.global_step]
         numbers = {k: v for log in logs for k, v in log.items() if isinstance(v, int | float)}
         metrics = {k: v for k, v in numbers.items() if k.startswith("eval_")}
-        scratch.stage(name, files, metrics=self._kept(metrics, args.metric_for_best_model))
+        kept = self._kept(metrics, args.metric_for_best_model)
+        scratch.stage(name, files, metrics=kept, overwrite=self._overwrite)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Waits until all is committed; raises what failed."""

@@ -228,9 +228,9 @@ def _share_metadata(
     """
     root = highest_incarnation.root_of(reader.checkpoint_id)
 
-    def read() -> tuple[bytes, int | None, str]:
+    def read() -> tuple[bytes, tuple[int | None, str]]:
         incarnation = highest_incarnation.read(root, reader.storage_options)
-        return resolve(), incarnation, reader.load_id
+        return resolve(), (incarnation, reader.load_id)
 
     def resolve() -> bytes:
         try:
@@ -253,9 +253,9 @@ def _share_metadata(
                 raise MissingError(f"{error}; {problem}") from error
         return reader.resolve()
 
-    content, incarnation, load_id = ranks.from_first(
-        METADATA, read, size=lambda found: len(found[0])
-    )
+    content, facts = ranks.from_first(METADATA, read)
+    incarnation: int | None = facts[0]
+    load_id: str = facts[1]
     highest_incarnation.remember(root, incarnation)
     reader.share_metadata(content, load_id)
     return load_id
@@ -363,13 +363,17 @@ def _finish(
 ) -> LoadResult:
     """The result of the load, from what all ranks have read."""
 
-    def counts() -> ReadCounts:
+    def counts() -> dict[str, Any]:
         found = progress.counts()
         found.seconds = time.monotonic() - began
         found.host = reader.host
-        return found
+        return vars(found)
 
-    return ranks.together(END, counts, lambda found: combine(reader.checkpoint_id, found))
+    def put_together(found: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        by_rank = {rank: ReadCounts(**each) for rank, each in found.items()}
+        return vars(combine(reader.checkpoint_id, by_rank))
+
+    return LoadResult(**ranks.together(END, counts, put_together))
 
 
 def _wrap_for_xla(planner: LoadPlanner | None) -> LoadPlanner | None:

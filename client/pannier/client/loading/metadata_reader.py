@@ -26,6 +26,10 @@ _MOST_REPLACEMENTS: Final = 10
 """After so many commits in a row while ``.metadata`` is read, reading it fails."""
 
 
+class ExtensionsError(InvalidRequestError):
+    """The checkpoint's bytes were transformed by extensions of torch's writer, which ``client.load`` doesn't apply."""
+
+
 class Generation(NamedTuple):
     """Which ``.metadata`` a rank has read."""
 
@@ -77,6 +81,7 @@ def read_leased(
         StorageError: as :func:`fetch_metadata`.
         InvalidRequestError: it is not that of a DCP checkpoint, or not safe to unpickle, or can't be
             verified, because Pannier didn't write it.
+        ExtensionsError: torch's extensions transformed its bytes.
         IntegrityError: it is not what was committed; where the decision can't be read, only with
             ``verify``.
     """
@@ -92,6 +97,7 @@ def read_leased(
                 "checksums to compare with"
             )
         if not attempt:
+            _check_extensions(metadata, directory.url)
             return LeasedMetadata(content, metadata, None)
         check = partial(Receipts(directory, attempt).check_metadata, content, required=verify)
         take = partial(read_lease.take, directory, attempt, reader=reader, idle_s=idle_s)
@@ -152,6 +158,16 @@ def _together(*calls: Callable[[], Any]) -> list[Any]:
 def attempt_of(metadata: Metadata) -> str:
     """The attempt that a ``.metadata`` belongs to; empty: Pannier didn't write it."""
     return object_names.own_attempt(getattr(metadata.storage_meta, "save_id", None))
+
+
+def _check_extensions(metadata: Metadata, url: str) -> None:
+    # A writer's extensions transform all that it writes.
+    first = next(iter((metadata.storage_data or {}).values()), None)
+    if transforms := getattr(first, "transform_descriptors", None):
+        raise ExtensionsError(
+            f"{url} was transformed by {list(transforms)} when it was saved; load it "
+            "with torch's FileSystemReader and the extensions that it was saved with"
+        )
 
 
 def check_generations(seen: Sequence[Generation]) -> None:

@@ -1,10 +1,13 @@
-"""Confirmed plans, and the states they were made for: later saves of the same states reuse them.
+"""This rank's parts of its groups' last plans, and the states they were made for.
 
-In: a save's state dict and planner. Out: the plan of an earlier save of the group to the same
-root, without an RPC. A ``DefaultSavePlanner`` is not even run when the state has the fingerprint
-of one that it planned; the plans of other planners are compared by digest. The coordinator
-confirms the reuse once the save's bytes are under way
-(:mod:`pannier.client.transport.plan_claim`). Thread-safe.
+In: a save's state dict and planner. Out: this rank's part of the plan of the group's last save to the same
+root, without an RPC, if the state has the same structure. A ``DefaultSavePlanner`` is not even run when
+the state has the fingerprint of one that it planned; the plans of other planners are compared by digest. The
+coordinator confirms the reuse once the save's bytes are under way
+(:mod:`pannier.client.transport.plan_claim`).
+
+Only the last part can be reused: the parts of all ranks in one save are one plan, and those of different saves
+may be none. So a rank that asks for a new plan and gets no answer has no part any more. Thread-safe.
 """
 
 import dataclasses
@@ -23,7 +26,7 @@ from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import object_names
 
 _MOST_PLANS: Final = 8
-"""Cached plans of all groups and roots together; the least recently used are evicted."""
+"""Groups and roots with a cached plan; the least recently used are evicted."""
 _MOST_STATES: Final = 2
 """States that one plan serves: with gradients and without, for example."""
 _METHODS: Final = (
@@ -70,7 +73,7 @@ _DEFAULT: Final = DefaultSavePlanner()
 
 
 class CachedPlan:
-    """One rank's part of a confirmed plan. Immutable but for its id and the states it serves.
+    """One rank's part of a plan. Immutable but for the manifest that has it and the states it serves.
 
     Args:
         scope: where it can be reused.
@@ -93,8 +96,8 @@ class CachedPlan:
         self.scope = scope
         self.message = message
         self.digest = digest
-        self._source = (final.plan_id, checkpoint_id, final.attempt if checkpoint_id else "")
-        """Id of the global plan, and the checkpoint and attempt of a save whose manifest has it."""
+        self._source = (checkpoint_id, final.attempt if checkpoint_id else "")
+        """Checkpoint and attempt of a save whose manifest has this part."""
         self.sizes = [file.size for file in final.files]
         """Bytes of each data file; 0 for the objects file."""
         self._final = final
@@ -105,19 +108,27 @@ class CachedPlan:
 
     @property
     def plan_id(self) -> str:
-        """Id of the global plan, which may change while this rank's part doesn't."""
-        return self._source[0]
+        """Id of the global plan that this part was first made for."""
+        return self._final.plan_id
+
+    @property
+    def staged_positions(self) -> bytes:
+        """A column: the items of the local plan that this rank writes."""
+        return self._final.positions
 
     def claim(self) -> sidecar_pb2.CachedPlanClaim:
-        """The claim of a save to use this plan."""
-        plan_id, checkpoint_id, attempt = self._source
+        """The claim of a save to use this part."""
+        checkpoint_id, attempt = self._source
         return sidecar_pb2.CachedPlanClaim(
-            plan_id=plan_id, digest=self.digest, checkpoint_id=checkpoint_id, attempt=attempt
+            part=self._final.part,
+            digest=self.digest,
+            checkpoint_id=checkpoint_id,
+            attempt=attempt,
         )
 
-    def confirm(self, plan_id: str, checkpoint_id: str, attempt: str) -> None:
-        """Records that this rank's part belongs to that global plan, which is in the attempt's manifest."""
-        self._source = (plan_id, checkpoint_id, attempt)
+    def confirm(self, checkpoint_id: str, attempt: str) -> None:
+        """Records that the attempt's manifest has this part, too."""
+        self._source = (checkpoint_id, attempt)
 
     def attempt(self, number: int) -> str:
         """Name of the attempt that is the group's ``number``-th save."""
@@ -127,17 +138,14 @@ class CachedPlan:
         """The final plan for the group's ``number``-th save."""
         plan = plan_pb2.FinalPlan()
         plan.CopyFrom(self._final)
-        plan.plan_id = self.plan_id
         plan.attempt = self.attempt(number)
         for file, suffix in zip(plan.files, self.suffixes, strict=True):
             file.name = object_names.data_prefix(plan.attempt) + suffix
         return plan
 
     def equals(self, final: plan_pb2.FinalPlan, number: int) -> bool:
-        """Whether ``final`` is this plan for the ``number``-th save, apart from the global plan's id."""
-        own = self.final_plan(number)
-        own.plan_id = final.plan_id
-        return own == final
+        """Whether ``final`` is this part for the ``number``-th save."""
+        return (final.part, final.attempt) == (self._final.part, self.attempt(number))
 
     def add_state(
         self, options: PlannerOptions, state: Mapping[str, Any], items: Sequence[WriteItem]
@@ -171,48 +179,50 @@ class Match:
 
 
 class PlanCache:
-    """All cached plans of a client. Thread-safe."""
+    """The last part of each group and root. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plans: OrderedDict[tuple[PlanScope, str], CachedPlan] = OrderedDict()
+        self._plans: OrderedDict[PlanScope, CachedPlan] = OrderedDict()
 
     def match(
         self, scope: PlanScope, options: PlannerOptions | None, state: Mapping[str, Any]
     ) -> Match | None:
-        """The plan for a state whose planner needn't be run, and the state's values."""
-        if options is None:
-            return None
-        with self._lock:
-            plans = [plan for (each, _), plan in self._plans.items() if each == scope]
-        for plan in reversed(plans):
-            found = plan.match(options, state)
-            if found is not None:
-                self.add(plan)
-                return found
-        return None
+        """The part for a state whose planner needn't be run, and the state's values."""
+        plan = None if options is None else self._last(scope)
+        return None if plan is None or options is None else plan.match(options, state)
 
     def find(self, scope: PlanScope, digest: str) -> CachedPlan | None:
-        """The plan for the local plan with this digest."""
-        with self._lock:
-            return self._plans.get((scope, digest))
+        """The part for the local plan with this digest."""
+        plan = self._last(scope)
+        return plan if plan is not None and plan.digest == digest else None
 
     def add(self, plan: CachedPlan) -> None:
-        """Caches a plan, as the one used last."""
-        key = (plan.scope, plan.digest)
+        """Caches a part, as that of the last save."""
         with self._lock:
-            self._plans[key] = plan
-            self._plans.move_to_end(key)
+            self._plans[plan.scope] = plan
+            self._plans.move_to_end(plan.scope)
             while len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
 
-    def drop(self, scope: PlanScope) -> None:
-        """Drops the plans of a scope, whose next save is planned again."""
+    def drop(self, scope: PlanScope, plan: CachedPlan | None = None) -> None:
+        """Drops the part of a scope, whose next save is planned again.
+
+        Args:
+            plan: only if it is still the last one.
+        """
         with self._lock:
-            for key in [key for key in self._plans if key[0] == scope]:
-                del self._plans[key]
+            if plan is None or self._plans.get(scope) is plan:
+                self._plans.pop(scope, None)
 
     def clear(self) -> None:
-        """Drops all plans."""
+        """Drops all parts."""
         with self._lock:
             self._plans.clear()
+
+    def _last(self, scope: PlanScope) -> CachedPlan | None:
+        with self._lock:
+            plan = self._plans.get(scope)
+            if plan is not None:
+                self._plans.move_to_end(scope)
+            return plan

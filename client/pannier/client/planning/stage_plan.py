@@ -1,4 +1,4 @@
-"""The plan by which one save of this rank is staged: a cached one, or a new one from the coordinator.
+"""The plan by which one save of this rank is staged: that of the last one, or a new one from the coordinator.
 
 In: a state dict and a planner. Out: the sizes of the data files, and a function that stages into
 them. Also plans and reserves memory before training starts. Runs on the caller's thread.
@@ -67,8 +67,10 @@ class StagePlan:
     """Bytes of each data file, in order; 0 for the objects file."""
     stage: Callable[[Arena, DeviceCopies | None], Staged]
     """Copies the state into an arena of these sizes; see :func:`pannier.client.staging.stager.stage`."""
-    unconfirmed: CachedPlan | None
-    """The cached plan that the coordinator has yet to confirm; None: the plan is confirmed."""
+    part: CachedPlan
+    """This rank's part of the plan."""
+    is_confirmed: bool
+    """False: the part is that of an earlier save, and the coordinator has yet to confirm it."""
 
 
 def save_spec(
@@ -110,6 +112,9 @@ def resolve_plan(plans: PlanCache, spec: SaveSpec, request_plan: RequestPlan) ->
         return _stage_by_copies(match, spec)
     run = spec.run_planner()
     known = plans.find(spec.scope, run.digest)
+    if known is None:
+        # Without the answer it isn't known what the others take for this rank's part.
+        plans.drop(spec.scope)
     final = request_plan(run) if known is None else known.final_plan(spec.number)
     items = run.finish(final)
     cached = known or CachedPlan(
@@ -119,13 +124,14 @@ def resolve_plan(plans: PlanCache, spec: SaveSpec, request_plan: RequestPlan) ->
     match = _match(cached, options, spec)
     if match is not None:
         # Staged by the copy plan, as all later saves are, though this save ran the planner.
-        return replace(_stage_by_copies(match, spec), unconfirmed=known)
+        return replace(_stage_by_copies(match, spec), is_confirmed=known is None)
     return StagePlan(
         attempt=final.attempt,
         plan_id=final.plan_id,
         sizes=[file.size for file in final.files],
         stage=lambda arena, devices: stager.stage(run, items, final, arena, devices),
-        unconfirmed=known,
+        part=cached,
+        is_confirmed=known is None,
     )
 
 
@@ -153,6 +159,7 @@ def prepare(
         PannierError: there is no memory, or a rank or daemon doesn't answer.
     """
     run = spec.run_planner()
+    plans.drop(spec.scope)
     final = request_plan(run)
     run.finish(final)
     options = planner_options(spec.planner)
@@ -198,5 +205,6 @@ def _stage_by_copies(match: Match, spec: SaveSpec) -> StagePlan:
         stage=lambda arena, devices: match.copy_plan.stage(
             match.values, arena, plan.suffixes, devices
         ),
-        unconfirmed=plan,
+        part=plan,
+        is_confirmed=False,
     )

@@ -5,7 +5,8 @@ an earlier one, the value of each item that a ``DefaultSavePlanner`` would plan,
 order, without planning. Everything that the plan depends on is compared: keys, types and
 lengths of containers; of each tensor its dtype, shape, layout, ``requires_grad``, kind of
 device, distribution over ranks or over XLA's devices, and the part of a global tensor that it
-declares to be; of other objects only their position. Strides, conj and neg bits, and
+declares to be; of other objects only their position. A value that has methods by which it describes
+itself to DCP has no rule: what they answer may change. Strides, conj and neg bits, and
 identities may differ: the copy handles them. ``pin_memory``, which no reader uses, stays as
 it was planned.
 
@@ -16,6 +17,7 @@ always correct, only slower.
 import enum
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import repeat
 from operator import attrgetter, eq
 from typing import Any, Final
 
@@ -31,7 +33,9 @@ _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict})
 ATOMS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 """Types whose values DCP always pickles as objects."""
 _OWN_ITEMS: Final = "__create_write_items__"
-"""Objects with this method make their own items."""
+"""Values with this method make their own items."""
+_OWN_METHODS: Final = (_OWN_ITEMS, "__create_chunk_list__", "__get_tensor_shard__")
+"""Methods of ``torch.distributed._checkpointable``: what they answer can't be compared without planning."""
 _HOST_FACTS: Final = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 _FACTS: Final = attrgetter("dtype", "shape", "requires_grad", "layout", "device.type")
 
@@ -39,6 +43,7 @@ _FACTS: Final = attrgetter("dtype", "shape", "requires_grad", "layout", "device.
 _DESCRIBE_SHARDS: Final = hasattr(dcp, "CheckpointableTensor")
 """Whether this torch treats a plain tensor with these attributes as shards of a global one."""
 _SHARD_ATTRIBUTES: Final = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+_OWN_DESCRIPTION: Final = frozenset({*_OWN_METHODS, *_SHARD_ATTRIBUTES})
 
 
 class _Kind(enum.Enum):
@@ -130,9 +135,9 @@ class _ShardFacts:
         self._plain = _positions(kinds, _Kind.PLAIN)
         self._grad = torch.is_grad_enabled()
         self._described = _described_shards(leaves, self._plain)
-        if None in self._described.values():
+        if None in self._described.values() or self._describe_themselves(leaves):
             raise _NotUnderstoodError
-        self._dtensor_facts = [torch_compat.DTENSOR_FACTS(leaves[i]) for i in self.dtensors]
+        self._dtensor_facts = torch_compat.dtensor_facts([leaves[i] for i in self.dtensors])
         self._sharded_facts = [torch_compat.sharded_facts(leaves[i]) for i in self.sharded]
 
     def match(self, leaves: list[Any]) -> bool:
@@ -140,10 +145,21 @@ class _ShardFacts:
         if self.dtensors and self._grad != torch.is_grad_enabled():
             return False
         return (
-            self._dtensor_facts == [torch_compat.DTENSOR_FACTS(leaves[i]) for i in self.dtensors]
+            self._dtensor_facts == torch_compat.dtensor_facts([leaves[i] for i in self.dtensors])
             and self._sharded_facts == [torch_compat.sharded_facts(leaves[i]) for i in self.sharded]
             and self._described == _described_shards(leaves, self._plain)
+            and not self._describe_themselves(leaves)
         )
+
+    def _describe_themselves(self, leaves: list[Any]) -> bool:
+        """Whether a distributed leaf, or the local tensor of a DTensor, describes itself to DCP."""
+        if self.dtensors and not torch_compat.dtensors_are_planned_by_torch():
+            return True
+        own = map(vars, map(leaves.__getitem__, self.positions))
+        if not all(map(_OWN_DESCRIPTION.isdisjoint, own)):
+            return True
+        local = map(torch_compat.LOCAL_TENSOR, map(leaves.__getitem__, self.dtensors))
+        return _DESCRIBE_SHARDS and any(map(hasattr, local, repeat(_SHARD_ATTRIBUTES[0])))
 
     def replace_by_local(self, leaves: list[Any]) -> None:
         """Replaces each distributed leaf by this rank's tensor, if every leaf has exactly one part."""
@@ -158,7 +174,7 @@ class _XlaFacts:
         self.positions = list(_xla_positions(leaves))
         tensors = [leaves[i] for i in self.positions]
         self._facts = list(map(_FACTS, tensors))
-        shardings = _shardings(tensors)
+        shardings = None if _have_own_methods(tensors) else _shardings(tensors)
         if shardings is None:
             raise _NotUnderstoodError
         self.shardings = shardings
@@ -167,7 +183,7 @@ class _XlaFacts:
         if not self.positions:
             return True
         tensors = [leaves[i] for i in self.positions]
-        if list(map(_FACTS, tensors)) != self._facts:
+        if list(map(_FACTS, tensors)) != self._facts or _have_own_methods(tensors):
             return False
         # Pending work may give a tensor another sharding.
         runtime.settle()
@@ -181,7 +197,7 @@ class _TensorFacts:
         self._positions = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
         self._all_tensors = len(self._positions) == len(values)
         tensors = [values[i] for i in self._positions]
-        if not _PLAIN.issuperset(map(type, tensors)):
+        if not _PLAIN.issuperset(map(type, tensors)) or _have_own_methods(tensors):
             raise _NotUnderstoodError
         on_host = all(tensor.is_cpu for tensor in tensors)
         self._facts_of = _HOST_FACTS if on_host else _FACTS
@@ -194,7 +210,7 @@ class _TensorFacts:
             return False
         # One by one: ten thousand new tuples at once would start the garbage collector.
         same = all(map(eq, map(self._facts_of, tensors), self._facts))
-        return same and len(tensors) == len(self._facts)
+        return same and len(tensors) == len(self._facts) and not _have_own_methods(tensors)
 
 
 def fingerprint(state: Mapping[str, Any]) -> StateFingerprint | None:
@@ -306,7 +322,16 @@ def _is_object(value: Any) -> bool:
         return True
     if kind is list:
         return _is_terminal(value)
-    return _kind(kind) is _Kind.OBJECT and not hasattr(value, _OWN_ITEMS)
+    # By isinstance as well: DCP takes a proxy of a tensor or mapping for what it stands for.
+    return (
+        _kind(kind) is _Kind.OBJECT
+        and not isinstance(value, torch.Tensor | Mapping | list)
+        and not hasattr(value, _OWN_ITEMS)
+    )
+
+
+def _have_own_methods(tensors: list[torch.Tensor]) -> bool:
+    return any(any(map(hasattr, tensors, repeat(name))) for name in _OWN_METHODS)
 
 
 def _is_terminal(values: list[Any]) -> bool:

@@ -6,6 +6,7 @@ collective itself is waited for in another thread, so that a rank that doesn't c
 LoadError with its number and host on the others. Blocking; for one load of one rank.
 """
 
+import base64
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +21,19 @@ from pannier.client.interrupts import Call, UnansweredError
 from pannier.client.messages import wait_log
 from pannier.client.ranks.group_start import start_store
 from pannier.client.ranks.rank_hosts import default_hosts
-from pannier.client.ranks.rank_problem import Failed, Problem, failed_without, lost
-from pannier.client.ranks.store_barrier import Missing, Settle, Step, StoreBarrier
+from pannier.client.ranks.rank_problem import (
+    Failed,
+    Problem,
+    error_to_json,
+    failed_without,
+    lost,
+)
+from pannier.client.ranks.store_barrier import Missing, Step, StoreBarrier, encode
 from pannier.client.ranks.store_calls import StoreUnansweredError
 from pannier.client.timers import Timers
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
+from pannier.wire import errors
 from pannier.wire.errors import PannierError
 
 _log = logging.getLogger(__name__)
@@ -55,6 +63,24 @@ class _Shared:
 
 
 _Outcome = _Shared | Failed | PannierError
+_Settle = Callable[[Mapping[int, Any], Missing | None], _Outcome]
+"""Makes the outcome of the ranks' values, or problems; with missing ranks, of a step that failed."""
+
+
+def _to_json(outcome: _Outcome) -> dict[str, Any]:
+    if isinstance(outcome, _Shared):
+        return {"value": outcome.value}
+    if isinstance(outcome, Failed):
+        return {"failed": outcome.to_json()}
+    return {"error": error_to_json(outcome)}
+
+
+def _from_json(content: Mapping[str, Any]) -> _Outcome:
+    if "failed" in content:
+        return Failed.from_json(content["failed"])
+    if "error" in content:
+        return errors.rebuild(content["error"]["type"], content["error"]["message"])
+    return _Shared(content["value"])
 
 
 class LoadRanks:
@@ -131,35 +157,46 @@ class LoadRanks:
         """What ``settle`` makes of all ranks' values, by global rank.
 
         Args:
-            make: this rank's value, small and picklable; what it raises is raised on all ranks.
-            settle: called on any rank, or several; what it raises is raised on all ranks.
+            make: this rank's value, small and for JSON; what it raises is raised on all ranks.
+            settle: called on any rank, or several; its value is for JSON, too. What it raises is raised on
+                all ranks.
         """
         found: R = self._come(step, make, settle).value
         return found
 
-    def from_first(self, step: Step, make: Callable[[], T], size: Callable[[T], int]) -> T:
+    def from_first(self, step: Step, make: Callable[[], tuple[bytes, Any]]) -> tuple[bytes, Any]:
         """What the first rank makes, or its error, on all ranks.
 
         Args:
-            size: bytes of what it makes.
+            make: bytes, of any number, and a small value for JSON.
         """
-        made: list[T] = []
+        made: list[tuple[bytes, Any]] = []
+        raised: list[PannierError] = []
 
-        def at_first() -> T | PannierError | None:
+        def at_first() -> Any:
             if not self.is_first:
                 return None
             try:
-                made.append(make())
+                content, facts = make()
             except PannierError as error:
                 # On all ranks as it is.
-                return error
-            return made[0] if size(made[0]) <= _INLINE_BYTES else None
+                raised.append(error)
+                return {"error": error_to_json(error)}
+            made.append((content, facts))
+            is_small = len(content) <= _INLINE_BYTES
+            return {
+                "content": base64.b64encode(content).decode() if is_small else None,
+                "facts": facts,
+            }
 
         shared = self._come(step, at_first, lambda values: values[self.ranks[0]]).value
-        if isinstance(shared, PannierError):
-            self._raise(shared)
-        found = made[0] if self.is_first else shared
-        return cast("T", found) if shared is not None else self._broadcast(found)
+        if "error" in shared:
+            outcome = _from_json(shared)
+            assert isinstance(outcome, PannierError)
+            self._raise(raised[0] if raised else outcome)
+        if shared["content"] is not None:
+            return base64.b64decode(shared["content"]), shared["facts"]
+        return self._broadcast(made[0][0] if made else None), shared["facts"]
 
     def plan(self, make: Callable[[], T], make_global: Callable[[list[T]], Sequence[T]]) -> T:
         """This rank's part of the global plan.
@@ -206,11 +243,12 @@ class LoadRanks:
         self._step = step
         if step is CALL and self._barrier is not None:
             self._barrier.catch_up(
-                CALL, lambda found: isinstance(found, Failed) and found.is_absence
+                CALL, lambda found: "failed" in found and bool(found["failed"]["is_absence"])
             )
         settled = self._settling(step, settle)
         try:
             value = make()
+            encode(value)  # one that is too large is this rank's error
         except Exception as error:
             outcome = self._report(error)
             if isinstance(outcome, _Shared):
@@ -222,7 +260,8 @@ class LoadRanks:
             outcome = settled({self.rank: value}, None)
         else:
             with self._waited(step):
-                outcome = self._barrier.arrive(step, value, settled)
+                arrived = {"value": value}
+                outcome = _from_json(self._barrier.arrive(step, arrived, _for_json(settled)))
         shared = self._succeeded(outcome)
         if step is CALL and self._barrier is not None:
             self._barrier.forget_previous(STEPS)
@@ -242,7 +281,7 @@ class LoadRanks:
         raised = {} if own is None else {self.rank: own}
         raise outcome.error(raised) from outcome.first_cause(raised)
 
-    def _settling(self, step: Step, settle: Callable[[Mapping[int, Any]], Any]) -> Settle:
+    def _settling(self, step: Step, settle: Callable[[Mapping[int, Any]], Any]) -> _Settle:
         def settled(values: Mapping[int, Any], missing: Missing | None) -> _Outcome:
             problems = {rank: each for rank, each in values.items() if isinstance(each, Problem)}
             if missing is not None:
@@ -271,12 +310,13 @@ class LoadRanks:
             # An interrupted process shall end soon.
             is_patient = is_awaited and isinstance(error, Exception | Problem)
             try:
-                outcome = self._barrier.fail(
+                content = self._barrier.fail(
                     step,
-                    problem,
-                    self._settling(step, _nothing),
+                    {"problem": problem.to_json()},
+                    _for_json(self._settling(step, _nothing)),
                     grace_s=timeouts.CAUSES_S if is_patient else 0.0,
                 )
+                outcome = _from_json(content)
             except PannierError as unreported:
                 _log.warning(
                     "%s: the other ranks can't be notified: %s", self._description, unreported
@@ -373,7 +413,7 @@ class LoadRanks:
                         raise
                     continue
                 if outcome is not None:
-                    self._succeeded(outcome)
+                    self._succeeded(_from_json(outcome))
                 if deadline.passed:
                     problem = lost(
                         f"the exchange between the ranks did not end within {self._timeout_s:g} s"
@@ -384,6 +424,24 @@ class LoadRanks:
         if isinstance(outcome, _Shared):
             outcome = Failed({self.rank: problem})
         self._raise(outcome)
+
+
+def _for_json(settle: _Settle) -> Callable[[Mapping[int, Any], Missing | None], dict[str, Any]]:
+    """The same, of what the ranks have sent."""
+
+    def settled(sent: Mapping[int, Any], missing: Missing | None) -> dict[str, Any]:
+        values = {
+            rank: Problem(**each["problem"]) if "problem" in each else each["value"]
+            for rank, each in sent.items()
+        }
+        outcome = _to_json(settle(values, missing))
+        try:
+            encode(outcome)
+        except PannierError as error:
+            outcome = _to_json(error)
+        return outcome
+
+    return settled
 
 
 def _nothing(values: Mapping[int, Any]) -> None:

@@ -1,23 +1,31 @@
 """Why a rank failed, as ranks send it to each other, and the one error that all of them raise.
 
 In: exceptions by rank, and ranks that were missing. Out: one error for the caller: of the exceptions' own
-type where they have the same, else a :class:`~pannier.client.ranks.load_error.LoadError`. Pure.
+type where they have the same, else a :class:`~pannier.client.ranks.load_error.LoadError`. What ranks send is
+JSON of a bounded size: the type's name, the kind, and the beginning of the message; the exception itself
+stays on its own rank. Pure.
 """
 
-import pickle
 import socket
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
-from traceback import FrameSummary, StackSummary
+from dataclasses import asdict, dataclass
+from traceback import StackSummary
+from typing import Any, Final
 
 from pannier.client.ranks.load_error import LoadError
 from pannier.client.ranks.store_barrier import Missing, Step
 from pannier.v1 import save_pb2
+from pannier.wire import errors
 from pannier.wire.errors import PannierError
 from pannier.wire.failures import ranks_text, shorten
 
 _SHOWN = 4
+_MESSAGE_BYTES: Final = 2 << 10
+"""Of a message that is sent."""
+_MESSAGES_BYTES: Final = 512 << 10
+"""Of the messages of all ranks in one outcome."""
+_LEAST_MESSAGE_BYTES: Final = 128
 
 
 @dataclass(frozen=True)
@@ -27,34 +35,34 @@ class Problem:
     message: str
     host: str
     kind: save_pb2.FailureKind
-    content: bytes = b""
-    """The exception, pickled; empty: it can't be."""
-    stack: StackSummary | None = None
+    type: str = ""
+    """Name of the exception's class; empty: none was raised."""
 
     @classmethod
     def of(cls, error: BaseException) -> "Problem":
         """The problem that an exception is."""
-        message = str(error) if isinstance(error, PannierError) else _described(error)
         return cls(
-            message=message,
+            message=str(error) if isinstance(error, PannierError) else _described(error),
             host=socket.gethostname(),
             kind=save_pb2.FAILURE_KIND_CLIENT,
-            content=_pickled(error),
-            stack=_extract_stack(error),
+            type=type(error).__name__,
         )
 
-    def error(self) -> BaseException:
-        """The exception; one with the message, where it could not be sent."""
+    def error(self) -> PannierError:
+        """An exception with the message, of the same type if it is one of Pannier's."""
         try:
-            found = pickle.loads(self.content)
-        except Exception:  # noqa: BLE001 - unpickling runs the exception's own code
+            return errors.rebuild(self.type, self.message)
+        except TypeError:  # a subclass of the user's, with arguments of its own
             return PannierError(self.message)
-        return found if isinstance(found, BaseException) else PannierError(self.message)
 
     @property
     def is_lost(self) -> bool:
         """Whether the rank failed since another one was lost."""
         return self.kind == save_pb2.FAILURE_KIND_LOST
+
+    def to_json(self, most: int = _MESSAGE_BYTES) -> dict[str, Any]:
+        """For other ranks, with up to ``most`` bytes of the message."""
+        return {**asdict(self), "message": _cut(self.message, most)}
 
 
 def lost(message: str) -> Problem:
@@ -80,17 +88,40 @@ class Failed:
             own: this rank's exception itself, if it failed.
         """
         causes = {
-            rank: (own.get(rank) or problem.error(), problem.stack or StackSummary())
+            rank: (own[rank], traceback.extract_tb(own[rank].__traceback__))
+            if rank in own
+            else (problem.error(), StackSummary())
             for rank, problem in self.problems.items()
         }
         return _combined(self.problems, causes, self.message)
 
     def first_cause(self, own: Mapping[int, BaseException]) -> BaseException | None:
         """The exception of the lowest rank that failed by one."""
-        raised = [rank for rank, problem in self.problems.items() if problem.content or rank in own]
+        raised = [rank for rank, problem in self.problems.items() if problem.type or rank in own]
         if not raised:
             return None
         return own.get(min(raised)) or self.problems[min(raised)].error()
+
+    def to_json(self) -> dict[str, Any]:
+        """For other ranks."""
+        most = max(_LEAST_MESSAGE_BYTES, _MESSAGES_BYTES // max(1, len(self.problems)))
+        problems = {
+            str(rank): each.to_json(min(_MESSAGE_BYTES, most))
+            for rank, each in self.problems.items()
+        }
+        message = _cut(self.message, _MESSAGE_BYTES)
+        return {"problems": problems, "message": message, "is_absence": self.is_absence}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Failed":
+        """What another rank has sent."""
+        problems = {int(rank): Problem(**each) for rank, each in content["problems"].items()}
+        return cls(problems, content["message"], content["is_absence"])
+
+
+def error_to_json(error: PannierError) -> dict[str, Any]:
+    """An error that all ranks raise as it is, for other ranks."""
+    return {"type": type(error).__name__, "message": _cut(str(error), _MESSAGE_BYTES)}
 
 
 def failed_without(
@@ -147,10 +178,10 @@ def _combined(
     else:
         shown = [f"rank {rank}: {texts[rank]}" for rank in sorted(texts)]
         message = shorten(shown, _SHOWN, separator="; ")
-    types = {type(cause) for cause, _ in causes.values()}
+    types = {type(problem.error()) for problem in problems.values()}
     common = types.pop() if len(types) == 1 else LoadError
-    # PannierError itself stands for one that could not be sent.
-    if issubclass(common, PannierError) and common not in (PannierError, LoadError):
+    # PannierError itself stands for exceptions that aren't Pannier's.
+    if common is not PannierError and not issubclass(common, errors.LoadError):
         return common(message, failures)
     return LoadError(message, failures, causes)
 
@@ -159,19 +190,10 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _extract_stack(error: BaseException) -> StackSummary:
-    """The stack, which can be pickled: since Python 3.13, extracted frames refer to code objects."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return StackSummary.from_list(
-        [FrameSummary(each.filename, each.lineno, each.name, line=each.line) for each in frames]
-    )
-
-
-def _pickled(error: BaseException) -> bytes:
-    """Empty where the exception can't be pickled, or not be made of its pickle."""
-    try:
-        content = pickle.dumps(error)
-        pickle.loads(content)
-    except Exception:  # noqa: BLE001 - pickling runs the exception's own code
-        return b""
-    return content
+def _cut(text: str, most: int) -> str:
+    """The first ``most`` bytes of a text, and how much more there is."""
+    content = text.encode(errors="replace")
+    if len(content) <= most:
+        return text
+    shown = content[:most].decode(errors="ignore")
+    return f"{shown} ... ({len(content) - most} more bytes, which that rank's own error has)"

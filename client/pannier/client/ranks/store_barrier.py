@@ -6,7 +6,7 @@ first outcome that is written counts; a rank that comes later gets it at once. N
 it is polled, since a blocking call would hold the connection that torch uses as well. Not thread-safe.
 """
 
-import pickle
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,10 +21,15 @@ from pannier.client.ranks.store_calls import FIRST_POLL_S, StoreCalls, StoreFail
 from pannier.client.torch_compat import Store
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
+from pannier.wire.errors import InvalidRequestError
 from pannier.wire.failures import shorten
 
 T = TypeVar("T")
 
+MOST_BYTES: Final = 4 << 20
+"""Of a value in the store."""
+_READ_AT_ONCE: Final = 256
+"""Values of ranks that one call of the store returns."""
 _NAMED: Final = 16
 """Missing ranks that are looked up."""
 _SHOWN: Final = 4
@@ -58,7 +63,23 @@ class Missing:
 
 
 Settle = Callable[[Mapping[int, Any], Missing | None], Any]
-"""Makes the outcome of the values by rank; with missing ranks, of a step that failed. Picklable."""
+"""Makes the outcome of the values by rank; with missing ranks, of a step that failed. JSON, all of them."""
+
+
+def encode(value: Any) -> bytes:
+    """A value as the store gets it.
+
+    Raises:
+        InvalidRequestError: it is too large. torch's store closes the connection above 8 MiB, which torch
+            itself uses as well (``MAX_PAYLOAD_LEN`` in TCPStoreLibUvBackend.cpp of torch 2.9 to 2.15).
+    """
+    content = json.dumps(value).encode()
+    if len(content) > MOST_BYTES:
+        raise InvalidRequestError(
+            f"a value of {len(content)} bytes, which begins with {content[:80].decode()}, is too large for the "
+            f"process group's store: at most {MOST_BYTES} bytes"
+        )
+    return content
 
 
 class StoreBarrier:
@@ -118,10 +139,10 @@ class StoreBarrier:
         """Comes to a step with a value; returns its outcome, which one of the ranks settles.
 
         Args:
-            value: picklable.
+            value: for JSON, and small.
             settle: called on one rank, or on several at the same time.
         """
-        content = pickle.dumps(value)
+        content = encode(value)
         return self._call(lambda turn: self._arrive(turn, step, content, settle))
 
     def fail(self, step: Step, value: Any, settle: Settle, *, grace_s: float) -> Any:
@@ -130,7 +151,7 @@ class StoreBarrier:
         Args:
             grace_s: time for the other ranks to come with theirs.
         """
-        content = pickle.dumps(value)
+        content = encode(value)
 
         def end(turn: int) -> Any:
             self._store.set(self._key(step, f"rank/{self._hosts.rank}"), content)
@@ -144,7 +165,7 @@ class StoreBarrier:
                     missing = self._look(step, self._ranks, waited_s) if lacking else None
                     self._settle(step, settle, self._ranks, missing)
                 time.sleep(timeouts.WAIT_LONGEST_POLL_S)
-            return pickle.loads(self._store.get(outcome))
+            return json.loads(self._store.get(outcome))
 
         return self._call(end, timeout_s=grace_s + timeouts.ANSWER_SLACK_S)
 
@@ -180,7 +201,7 @@ class StoreBarrier:
         key = self._key(step, "outcome")
 
         def look(_: int) -> Any:
-            return pickle.loads(self._store.get(key)) if self._store.check([key]) else None
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
         return self._call(look, timeout_s=timeouts.ANSWER_SLACK_S)
 
@@ -228,7 +249,7 @@ class StoreBarrier:
             key = f"{number}/{step.name}/outcome"
             if not self._store.check([key]):
                 return False
-            return number > self.number or is_late_for(pickle.loads(self._store.get(key)))
+            return number > self.number or is_late_for(json.loads(self._store.get(key)))
 
         def has(key: str) -> bool:
             """Waits for it to the deadline."""
@@ -283,7 +304,7 @@ class StoreBarrier:
             pause = max(FIRST_POLL_S, POLL_SHARE * (now - began))
             pause = min(pause, timeouts.WAIT_LONGEST_POLL_S)
         self._missing = None
-        return pickle.loads(self._store.get(outcome))
+        return json.loads(self._store.get(outcome))
 
     def _settle(
         self, step: Step, settle: Settle, needed: Sequence[int], missing: Missing | None
@@ -291,10 +312,12 @@ class StoreBarrier:
         lacking = set() if missing is None else self._lacking(step, needed, len(needed))
         here = [rank for rank in needed if rank not in lacking]
         keys = [self._key(step, f"rank/{rank}") for rank in here]
-        contents = self._store.multi_get(keys) if keys else []
-        values = {rank: pickle.loads(content) for rank, content in zip(here, contents, strict=True)}
+        contents: list[bytes] = []
+        for begin in range(0, len(keys), _READ_AT_ONCE):
+            contents += self._store.multi_get(keys[begin : begin + _READ_AT_ONCE])
+        values = {rank: json.loads(content) for rank, content in zip(here, contents, strict=True)}
         # The first one counts.
-        outcome = pickle.dumps(settle(values, missing))
+        outcome = encode(settle(values, missing))
         self._store.compare_set(self._key(step, "outcome"), "", outcome)
 
     def _look(self, step: Step, needed: Sequence[int], waited_s: float) -> Missing:

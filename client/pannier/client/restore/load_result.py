@@ -2,7 +2,7 @@
 
 import builtins
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -64,9 +64,9 @@ class LoadResult:
 class ReadCounts:
     """What one rank has read."""
 
-    files: Counter[str] = field(default_factory=Counter)
+    files: dict[str, int] = field(default_factory=Counter)
     """By source."""
-    bytes: Counter[str] = field(default_factory=Counter)
+    bytes: dict[str, int] = field(default_factory=Counter)
     """By source."""
     seconds: float = 0.0
     """Of the whole load, on this rank."""
@@ -79,12 +79,19 @@ def combine(checkpoint_id: str, counts: Mapping[int, ReadCounts]) -> LoadResult:
     slowest = max(counts, key=lambda rank: counts[rank].seconds)
     return LoadResult(
         checkpoint_id=checkpoint_id,
-        files=dict(sum((each.files for each in counts.values()), Counter())),
-        bytes=dict(sum((each.bytes for each in counts.values()), Counter())),
+        files=_sums(each.files for each in counts.values()),
+        bytes=_sums(each.bytes for each in counts.values()),
         seconds=counts[slowest].seconds,
         slowest_rank=slowest,
         slowest_host=counts[slowest].host if len(counts) > 1 else "",
     )
+
+
+def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for each in counts:
+        sums.update(each)
+    return {source: count for source, count in sums.items() if count}
 
 
 def _shown(files: Mapping[str, int]) -> list[str]:

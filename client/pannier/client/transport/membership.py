@@ -60,6 +60,11 @@ class Membership:
         who = sidecar.identity
         return await_others(daemons, who.job, who.incarnation, timeout_s)
 
+    def daemons(self) -> launcher.RunningDaemons | None:
+        """The embedded daemons that this process uses; None: it has used none."""
+        spec = self.world.known_daemons
+        return None if spec is None else launcher.running_daemons(spec)
+
     def check_process(self) -> None:
         """Raises InvalidRequestError in a process forked from the one that connected."""
         sidecar = self._sidecar

@@ -1,7 +1,7 @@
-"""The claim of one save to use a cached plan, until the coordinator has answered it.
+"""The claim of one save to use this rank's part of the last plan, until the coordinator has answered it.
 
 In: a cached plan, and the statuses of the save. Out: the claim, which travels with the save's bytes,
-and the id of the plan that all ranks use, or an error. Owned by a save's status follower.
+and the id of the plan that has the part, or an error. Owned by a save's status follower.
 Thread-safe: statuses arrive on threads of the sidecar client, and a local plan is sent by a thread
 made for that, since bytes may be under way for long.
 """
@@ -23,17 +23,21 @@ class CachedPlan(Protocol):
     message: plan_pb2.LocalPlan
     digest: str
 
-    def claim(self) -> sidecar_pb2.CachedPlanClaim:
-        """The claim of a save to use this plan."""
+    @property
+    def staged_positions(self) -> bytes:
+        """A column: the items of the local plan that this rank writes."""
 
-    def confirm(self, plan_id: str, checkpoint_id: str, attempt: str) -> None:
-        """Records that this rank's part belongs to that global plan, which is in the attempt's manifest."""
+    def claim(self) -> sidecar_pb2.CachedPlanClaim:
+        """The claim of a save to use this part."""
+
+    def confirm(self, checkpoint_id: str, attempt: str) -> None:
+        """Records that the attempt's manifest has this part, too."""
 
     def attempt(self, number: int) -> str:
         """Name of the attempt that is the group's ``number``-th save."""
 
     def equals(self, final: plan_pb2.FinalPlan, number: int) -> bool:
-        """Whether ``final`` is this plan for the ``number``-th save."""
+        """Whether ``final`` is this part for the ``number``-th save."""
 
 
 class PlanClaim:
@@ -68,8 +72,6 @@ class PlanClaim:
         self._stop = stop
         self._changed = threading.Condition()
         self._plan_id = ""
-        self.by_local_plan = False
-        """The plan's id is that of the answer to the local plan."""
         self._error: Exception | None = None
         self.aborted: save_pb2.SaveStatus | None = None
         """The group's save with this number was aborted, and went to another checkpoint: this rank may
@@ -92,8 +94,7 @@ class PlanClaim:
 
     def on_status(self, status: save_pb2.SaveStatus) -> None:
         """Takes the coordinator's answer, if ``status`` has it."""
-        known = {status.plan_id, *status.equal_plan_ids}
-        if status.plan_id and self._claim.plan_id in known:
+        if status.plan_id:
             self._confirm(status.plan_id)
         elif status.full_plan_requested and not self._is_requested:
             self._is_requested = True
@@ -160,12 +161,12 @@ class PlanClaim:
         has_answer = bool(self._plan_id) or self._error is not None
         return has_answer or self._is_cancelled or self._is_unsent
 
-    def _confirm(self, plan_id: str, *, by_local_plan: bool = False) -> None:
+    def _confirm(self, plan_id: str) -> None:
         number = self._context.save.number
         with self._changed:
             if not self._plan_id:
-                self._plan_id, self.by_local_plan = plan_id, by_local_plan
-                self._plan.confirm(plan_id, self._context.checkpoint_id, self._plan.attempt(number))
+                self._plan_id = plan_id
+                self._plan.confirm(self._context.checkpoint_id, self._plan.attempt(number))
             self._changed.notify_all()
 
     def _send_local_plan(self) -> None:
@@ -174,15 +175,15 @@ class PlanClaim:
             final = self._request_plan()
             if not self._plan.equals(final, number):
                 raise PannierError(
-                    f"this save was staged as {self._plan.attempt(number)} by the plan "
-                    f"{self._claim.plan_id[:12]} of an earlier one, but the coordinator's plan is "
-                    f"{final.plan_id[:12]} for {final.attempt}; the next save is planned again"
+                    f"this save was staged as {self._plan.attempt(number)} by the part "
+                    f"{self._claim.part[:12]} of the last plan, but the coordinator's plan has "
+                    f"{final.part[:12]} for {final.attempt}"
                 )
         except Exception as error:  # noqa: BLE001 - a thread's end: raised by the one that waits
             self._error = error
             self._stop.set()
         else:
-            self._confirm(final.plan_id, by_local_plan=True)
+            self._confirm(final.plan_id)
 
     def _request_plan(self) -> plan_pb2.FinalPlan:
         left = self._save_deadline.remaining()
@@ -190,6 +191,7 @@ class PlanClaim:
             context=self._context,
             plan=self._plan.message,
             digest=self._plan.digest,
+            staged_positions=self._plan.staged_positions,
             save_timeout_s=seconds_left(self._save_deadline),
         )
         return self._sidecar.plan(request, min(self._wait_s, left)).plan

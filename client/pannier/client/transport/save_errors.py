@@ -4,6 +4,8 @@ In: exceptions of this rank, and statuses from the sidecar. Out: ``FailRequest``
 PannierErrors. Pure functions.
 """
 
+from typing import Final
+
 from pannier.client.user_errors import description
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import errors, object_names
@@ -12,6 +14,29 @@ from pannier.wire.errors import (
     SaveAbortedError,
 )
 from pannier.wire.failures import aborted_error, failure_kind
+
+_PLAN_KINDS: Final = frozenset(
+    (
+        save_pb2.FAILURE_KIND_DISAGREEMENT,
+        save_pb2.FAILURE_KIND_INVALID_PLAN,
+        save_pb2.FAILURE_KIND_INTEGRITY,
+        save_pb2.FAILURE_KIND_INTERNAL,
+        save_pb2.FAILURE_KIND_PLAN_CHANGED,
+    )
+)
+"""Kinds of failures that another plan may avoid. Storage, a deadline, a skip or a lost rank isn't one of them."""
+
+
+def needs_new_plan(error: BaseException) -> bool:
+    """Whether the save after one with this error is to be planned again."""
+    failures = error.failures.values() if isinstance(error, errors.PannierError) else ()
+    return any(failure.kind in _PLAN_KINDS for failure in failures)
+
+
+def has_plan_changed(error: BaseException) -> bool:
+    """Whether the same save succeeds if all ranks plan it again."""
+    failures = error.failures.values() if isinstance(error, errors.PannierError) else ()
+    return any(failure.kind == save_pb2.FAILURE_KIND_PLAN_CHANGED for failure in failures)
 
 
 def fail_request(context: sidecar_pb2.SaveContext, error: BaseException) -> sidecar_pb2.FailRequest:

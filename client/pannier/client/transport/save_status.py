@@ -223,7 +223,7 @@ class StatusFollower:
         self._expects_skip = expects_skip
         self._on_ended = on_ended
         self._on_committed = on_committed
-        self._on_failure: Callable[[], None] = lambda: None
+        self._on_failure: Callable[[BaseException], None] = lambda _: None
         self._claim: PlanClaim | None = None
         self._lock = threading.Lock()
         self._handed_over = False
@@ -258,13 +258,13 @@ class StatusFollower:
         self,
         attempt: str,
         claim: PlanClaim | None = None,
-        on_failure: Callable[[], None] = lambda: None,
+        on_failure: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         """The plan is known, and staging begins.
 
         Args:
-            claim: of a cached plan; None: the plan is confirmed.
-            on_failure: called before the handle fails.
+            claim: of this rank's part of the last plan; None: the plan is confirmed.
+            on_failure: called with the error before the handle fails.
         """
         self._claim = claim
         self._on_failure = on_failure
@@ -444,7 +444,7 @@ class StatusFollower:
             return
         with self._resolving(lambda: self.resolver.fail(error, quietly=quietly or is_expected)):
             # Before the caller can see the failure, and save again.
-            self._on_failure()
+            self._on_failure(error)
             self._end(fate)
             self.trace(str(error))
 

@@ -128,20 +128,19 @@ class SaveTask:
         attempt: str,
         plan_id: str,
         unconfirmed: CachedPlan | None = None,
-        on_failure: Callable[[], None] = lambda: None,
+        on_failure: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         """The plan is known.
 
         Args:
-            unconfirmed: the cached plan that the save uses; all ranks have yet to confirm it.
-            on_failure: called before the handle fails, if the plan was unconfirmed.
+            unconfirmed: this rank's part of the last plan, if the save uses that; the coordinator has yet
+                to confirm it.
+            on_failure: called with the error before the handle fails.
         """
         self._attempt, self._plan_id = attempt, plan_id
         self._cached = unconfirmed
-        if unconfirmed is None:
-            self.status.set_attempt(attempt)
-        else:
-            self.status.set_attempt(attempt, self._make_claim(unconfirmed), on_failure)
+        claim = None if unconfirmed is None else self._make_claim(unconfirmed)
+        self.status.set_attempt(attempt, claim, on_failure)
 
     def _make_claim(self, plan: CachedPlan) -> PlanClaim:
         return PlanClaim(
@@ -263,7 +262,7 @@ class SaveTask:
         while True:
             try:
                 self._hand_over(files, mapped)
-                self._await_plan(files, mapped)
+                self._await_plan()
                 return
             except InvalidRequestError as error:
                 # A restarted sidecar may lack files that it had taken before, and knows no leases.
@@ -280,10 +279,8 @@ class SaveTask:
                 )
                 _log.debug("its error: %s", error)
 
-    def _await_plan(
-        self, files: Sequence[records_pb2.DataFile], mapped: Mapping[str, SpoolMapping]
-    ) -> None:
-        """Waits, after the hand-over, until all ranks are known to use the plan that this rank staged by.
+    def _await_plan(self) -> None:
+        """Waits, after the hand-over, until the save has a plan, which has the part that this rank staged by.
 
         The save can end without this wait, unless the coordinator requests the local plan.
         """
@@ -292,9 +289,6 @@ class SaveTask:
             self.status.resolver.ingested()
             return
         if claim.wait():
-            if claim.by_local_plan:
-                # Only this rank knows that the answer to its local plan is what it has staged.
-                self._hand_over(files, mapped)
             self.sidecar.followed.mark_handed_over(self.status.context.save)
             self.status.resolver.ingested()
         elif self.status.stop.is_set:

@@ -73,8 +73,13 @@ class SavesInProgress:
         """Describes the saves that are not committed, with the bytes not yet in storage; empty: none."""
         with self._changed:
             saves = [status.handle.status() for status in self._tasks]
-        left = sum(status.bytes - status.bytes_uploaded for status in saves)
-        return _left(saves, left, "to be committed")
+        return _left(saves, _not_uploaded(saves), "to be committed")
+
+    def uncommitted_size(self) -> str:
+        """The bytes that are not yet in storage of saves that are not committed; empty: there are none."""
+        with self._changed:
+            saves = [status.handle.status() for status in self._tasks]
+        return f"{size_text(_not_uploaded(saves))} of {_count(saves)}" if saves else ""
 
     def add(self, task: SaveTask) -> None:
         """A save has begun."""
@@ -171,5 +176,12 @@ def check_may_wait(what: str) -> None:
 def _left(saves: list[SaveStatus], left: int, aim: str) -> str:
     if not saves:
         return ""
-    count = f"{len(saves)} save{'s' if len(saves) > 1 else ''}"
-    return f"{count} {aim}, {size_text(max(0, left))} left: {'; '.join(map(str, saves))}"
+    return f"{_count(saves)} {aim}, {size_text(max(0, left))} left: {'; '.join(map(str, saves))}"
+
+
+def _count(saves: list[SaveStatus]) -> str:
+    return f"{len(saves)} save{'s' if len(saves) > 1 else ''}"
+
+
+def _not_uploaded(saves: list[SaveStatus]) -> int:
+    return max(0, sum(status.bytes - status.bytes_uploaded for status in saves))

@@ -127,6 +127,7 @@ async def _collect(
     found.complete = False
     aborted: set[str] = set()
     undecided: set[str] = set()
+    planned: set[str] = set()
     host = socket.gethostname()
     store = open_store(root, storage_options=options)
     try:
@@ -151,8 +152,15 @@ async def _collect(
                 found.failures.add(error)
             aborted |= {posixpath.join(directory, attempt) for attempt in report.aborted}
             undecided |= {posixpath.join(directory, attempt) for attempt in report.undecided}
+            planned |= {posixpath.join(directory, name) for name in report.planned}
         async for removed in sweep_unfinished(
-            store, rules, aborted=aborted, undecided=undecided, now=now, dry_run=dry_run
+            store,
+            rules,
+            aborted=aborted,
+            undecided=undecided,
+            planned=planned,
+            now=now,
+            dry_run=dry_run,
         ):
             found.removed.append((root, removed))
         found.complete = True

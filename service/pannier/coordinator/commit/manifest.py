@@ -74,15 +74,17 @@ class Manifest(ManifestRecord):
             message = self.message
             prefix = object_names.data_prefix(message.attempt)
             try:
+                # The assignment of a plan of torch's isn't known.
+                assignment, unused = read_assignment(
+                    records_pb2.PlanManifest() if message.external else message
+                )
                 self._plan = AgreedPlan(
                     plan_id=self.plan_id,
                     members=[(member.rank, member.digest) for member in message.members],
                     names=[name.removeprefix(prefix) for name in message.metadata.files],
                     body=self.body or b"",
-                    # The assignment of a plan of torch's isn't known.
-                    assignment=read_assignment(
-                        records_pb2.PlanManifest() if message.external else message
-                    ),
+                    assignment=assignment,
+                    unused=unused,
                 )
             except (IndexError, ValueError) as error:
                 raise IntegrityError(
@@ -108,9 +110,10 @@ def agree(members: Sequence[RankPlan], plan: GlobalPlan) -> AgreedPlan:
         names=plan.names,
         body=plan.body,
         assignment=plan.assignment,
+        unused=plan.unused,
     )
     # The answers to the ranks need these next.
-    agreed.write_columns()
+    agreed.make_parts()
     return agreed
 
 

@@ -20,6 +20,11 @@ def check_receipt(manifest: Manifest, receipt: records_pb2.Receipt) -> None:
     size varies and, if the rank has any, the file of its extra files, which no plan has.
     """
     _check_identity(receipt, manifest.header.attempt, manifest.plan_id)
+    if receipt.part and receipt.part != manifest.plan.part(receipt.rank):
+        raise _wrong(
+            receipt,
+            f"it writes part {receipt.part[:12]}, the plan has {manifest.plan.part(receipt.rank)[:12]}",
+        )
     share = manifest.share(receipt.rank)
     prefix = object_names.data_prefix(manifest.header.attempt)
     sizes = _sizes(receipt)
@@ -116,6 +121,8 @@ def receipt_places(
         varying = manifest.share(rank).varying
         for item in receipt.varying:
             row, _ = varying[item.position]
+            if row < 0:
+                continue
             places[row] = (item.offset, item.length)
     return places
 

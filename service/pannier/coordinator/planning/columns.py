@@ -20,17 +20,23 @@ from pannier.wire.failures import rank_text, ranks_text
 class InvalidPlanError(InvalidRequestError):
     """The ranks' plans don't form one checkpoint; ``failures`` names the ranks where they are known."""
 
+    failure_kind: save_pb2.FailureKind = save_pb2.FAILURE_KIND_INVALID_PLAN
+
     def __init__(self, message: str, ranks: Sequence["RankPlan"] = ()) -> None:
         blamed = [(plan.rank, plan.host) for plan in ranks] or [(-1, "")]
         super().__init__(
             message,
             [
-                save_pb2.Failure(
-                    rank=rank, host=host, kind=save_pb2.FAILURE_KIND_INVALID_PLAN, message=message
-                )
+                save_pb2.Failure(rank=rank, host=host, kind=self.failure_kind, message=message)
                 for rank, host in blamed
             ],
         )
+
+
+class PlanChangedError(InvalidPlanError):
+    """What ranks have staged makes no checkpoint with the plans of the others, but new plans of all ranks do."""
+
+    failure_kind = save_pb2.FAILURE_KIND_PLAN_CHANGED
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class RankPlan:
     host: str
     digest: str
     plan: plan_pb2.LocalPlan
+    staged_positions: bytes = b""
+    """Of a rank that claimed its part of the last plan: a column of the items that it has staged."""
 
 
 def malformed(plan: RankPlan, error: Exception) -> InvalidPlanError:

@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from pannier.coordinator.planning.arrays import Ints
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.dtypes import torch_for
-from pannier.coordinator.planning.global_plan import GlobalPlan, make_global_plan
-from pannier.coordinator.planning.plan_cache import Share
+from pannier.coordinator.planning.global_plan import GlobalPlan, Written, make_global_plan
 from pannier.v1 import plan_pb2
 from pannier.wire.errors import InvalidRequestError
 
@@ -44,19 +44,22 @@ class Planners:
         self,
         plans: Sequence[RankPlan],
         attempt: str,
-        kept: Mapping[int, Share] = MappingProxyType({}),
+        *,
+        staged: Mapping[int, Ints] = MappingProxyType({}),
+        before: Written = MappingProxyType({}),
     ) -> GlobalPlan:
         """The global plan of these ranks, which agree on their planner.
 
         Args:
-            kept: by rank, the assignments of ranks that have staged already. A custom planner doesn't
+            staged: the positions of what ranks have staged already, by rank. A custom planner doesn't
                 get them, and may assign something else to such a rank, which it can't write.
+            before: what the other ranks wrote by the last plan.
 
         Raises InvalidPlanError, also for any exception of a custom planner.
         """
         options = plans[0].plan.options
         if not options.custom_global_plan:
-            return make_global_plan(plans, attempt, kept)
+            return make_global_plan(plans, attempt, staged=staged, before=before)
         self.check(options)
         from pannier.coordinator.planning.custom_plan import make_custom_plan
 

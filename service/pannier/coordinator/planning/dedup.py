@@ -1,8 +1,8 @@
 """Deduplication: chooses one rank to write each chunk that several ranks hold.
 
-In: :class:`Columns`. Out: the rows to be written, one per (key, offset), ascending. Pure;
-any thread. DCP's ``dedup_save_plans`` does the same with one Python object per item, and
-balances by the size of the whole tensor; here the bytes of the shard count.
+In: :class:`Columns`, and what ranks have staged or wrote before. Out: the rows to be written, one per (key,
+offset), ascending. Pure; any thread. DCP's ``dedup_save_plans`` does the same with one Python object per
+item, and balances by the size of the whole tensor; here the bytes of the shard count.
 """
 
 from typing import NamedTuple
@@ -11,17 +11,19 @@ import numpy as np
 
 from pannier.coordinator.planning.arrays import Bools, Ints, first_of_each
 from pannier.coordinator.planning.balance import balance, weights
-from pannier.coordinator.planning.columns import Columns, InvalidPlanError
+from pannier.coordinator.planning.columns import Columns, InvalidPlanError, PlanChangedError
 from pannier.wire.failures import ranks_text
 
 
 class Kept(NamedTuple):
-    """Assignments of ranks that have staged by a cached plan: these can't change any more."""
+    """What ranks have staged, which can't change any more, and what the other ranks wrote in the last plan."""
 
     plans: Ints
-    """Indices of these ranks' plans: they write nothing else."""
+    """Indices of the plans of ranks that have staged: they write nothing else."""
     rows: Ints
     """What they write."""
+    before: Ints
+    """What the other ranks wrote, and still hold."""
 
 
 def choose_rows(columns: Columns, *, to_lowest_rank: bool, kept: Kept | None = None) -> Ints:
@@ -29,10 +31,11 @@ def choose_rows(columns: Columns, *, to_lowest_rank: bool, kept: Kept | None = N
 
     Copies within one rank's plan count as one, the first. A chunk goes to the rank with
     the fewest bytes so far among those that hold it, the largest chunks first, or to the
-    lowest rank. An empty chunk gives way to a full one at the same offset.
+    lowest rank. An empty chunk gives way to a full one at the same offset. A chunk that a rank has staged
+    goes to the lowest of these ranks, one that a rank wrote before stays that rank's.
 
-    Raises InvalidPlanError when ranks hold something different under one (key, offset), or when
-    only ranks that can't write it any more hold it.
+    Raises InvalidPlanError when ranks hold something different under one (key, offset); PlanChangedError when
+    only ranks that have staged without it hold it.
     """
     if not len(columns.fqn):
         return np.zeros(0, np.int64)
@@ -49,7 +52,7 @@ def choose_rows(columns: Columns, *, to_lowest_rank: bool, kept: Kept | None = N
     chosen = np.zeros(len(order), bool)
     if kept is None or not len(kept.plans):
         # Most chunks are there once; the others are few, or all.
-        kept = None
+        kept = kept if kept is not None and len(kept.before) else None
         chosen[order[first[count == 1]]] = True
         order = order[np.repeat(count > 1, count)]
         count = count[count > 1]
@@ -84,7 +87,7 @@ def _choose(
     if copies.any():
         order, group = order[~copies], group[~copies]
     if kept is not None:
-        order, group = _without_staged(columns, order, group, kept)
+        order, group = _without_kept(columns, order, group, kept)
     first = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
     return order[first] if to_lowest_rank else balance(columns, order, first, load)
 
@@ -105,45 +108,38 @@ def _without_empty(columns: Columns, order: Ints, group: Ints) -> tuple[Ints, In
     return order[kept], group[kept]
 
 
-def _without_staged(columns: Columns, order: Ints, group: Ints, kept: Kept) -> tuple[Ints, Ints]:
-    """Rows that may be chosen: ranks that have staged write exactly their kept rows."""
+def _without_kept(columns: Columns, order: Ints, group: Ints, kept: Kept) -> tuple[Ints, Ints]:
+    """Rows that may be chosen: ranks that have staged write what they staged, and nothing else."""
     staged = np.isin(columns.plan[order], kept.plans)
-    fixed = np.isin(order, kept.rows)
-    group_is_fixed = np.zeros(int(group[-1]) + 1, bool)
-    group_is_fixed[group[fixed]] = True
-    left = np.where(group_is_fixed[group], fixed, ~staged)
-    changed = np.setdiff1d(np.arange(len(columns.plans)), kept.plans)
-    if len(lost := np.setdiff1d(kept.rows, order[fixed])):
-        row = int(lost[0])
-        raise InvalidPlanError(
-            f"the plans of {_ranks(columns, changed)} have changed: {columns.key(row)}, which "
-            f"{columns.who(row)} has staged, is no longer its to write; the next "
-            "save makes a new plan",
-            [columns.plans[int(index)] for index in changed],
-        )
-    covered = np.zeros(len(group_is_fixed), bool)
+    fixed = _firsts(np.isin(order, kept.rows), group)
+    before = _firsts(np.isin(order, kept.before) & ~staged, group)
+    count = int(group[-1]) + 1
+    is_fixed, stays = np.zeros((2, count), bool)
+    is_fixed[group[fixed]] = True
+    stays[group[before]] = True
+    left = np.where(is_fixed[group], fixed, np.where(stays[group], before, ~staged))
+    covered = np.zeros(count, bool)
     covered[group[left]] = True
     if not covered.all():
         row = int(order[np.argmax(~covered[group])])
-        raise InvalidPlanError(
-            f"the plans of {_ranks(columns, changed)} have changed, and no rank writes "
-            f"{columns.key(row)} any more, which {columns.who(row)} holds and has staged without; "
-            "the next save makes a new plan",
+        changed = np.setdiff1d(np.arange(len(columns.plans)), kept.plans)
+        who = ranks_text(columns.plans[int(index)].rank for index in changed)
+        raise PlanChangedError(
+            f"no rank writes {columns.key(row)} any more, which {columns.who(row)} holds and has staged "
+            f"without: the rank that wrote it has dropped it (the plans of {who} have changed). The "
+            "next save is planned again; a key that comes and goes should have a name of its own on "
+            "each rank",
             [columns.plans[int(index)] for index in changed],
-        )
-    once = np.bincount(group[fixed], minlength=1)
-    if once.max() > 1:
-        row = int(order[fixed][np.argmax(once[group[fixed]] > 1)])
-        raise InvalidPlanError(
-            f"ranks go by different plans, in which more than one of them writes {columns.key(row)}; "
-            "the next save makes a new plan",
-            [columns.plans[int(index)] for index in (changed if len(changed) else kept.plans)],
         )
     return order[left], group[left]
 
 
-def _ranks(columns: Columns, plans: Ints) -> str:
-    return ranks_text(columns.plans[int(index)].rank for index in plans)
+def _firsts(marked: Bools, group: Ints) -> Bools:
+    """Of the marked rows the first of each group."""
+    rows = np.flatnonzero(marked)
+    firsts = np.zeros(len(marked), bool)
+    firsts[rows[np.diff(group[rows], prepend=-1) != 0]] = True
+    return firsts
 
 
 def _check_types(columns: Columns) -> None:

@@ -19,6 +19,7 @@ from pannier.coordinator.planning.arrays import (
     Ints,
     edges_of,
     first_of_each,
+    number_rows,
     order_by,
     write_column,
 )
@@ -26,7 +27,7 @@ from pannier.coordinator.planning.column_reader import read_columns
 from pannier.coordinator.planning.columns import Columns, RankPlan, malformed
 from pannier.coordinator.planning.coverage import check_coverage
 from pannier.coordinator.planning.dedup import Kept, choose_rows
-from pannier.coordinator.planning.plan_cache import Assignment, Share
+from pannier.coordinator.planning.plan_cache import Assignment
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError
@@ -36,7 +37,8 @@ from pannier.wire.plan_columns import parse_mappings
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """One entry per chunk of the checkpoint, in DCP's order: by rank, then by position."""
+    """One entry per chunk of the checkpoint, in DCP's order: by rank, then by position; then one per item
+    that a rank writes as well, though the checkpoint has it from another rank."""
 
     attempt: str
     """The attempt that it was made for; other attempts may use it, too."""
@@ -45,6 +47,8 @@ class GlobalPlan:
     assignment: Assignment
     body: bytes
     """The part that all manifests of the plan share."""
+    unused: int = 0
+    """How many items the checkpoint has from another rank: the last ones."""
 
     @property
     def metadata(self) -> plan_pb2.GlobalMetadata:
@@ -55,59 +59,115 @@ class GlobalPlan:
         return message
 
 
+Written = Mapping[int, tuple[RankPlan, Ints]]
+"""By rank: a local plan, and the positions of the items in it that the rank writes or wrote."""
+
+
 def make_global_plan(
-    plans: Sequence[RankPlan], attempt: str, kept: Mapping[int, Share] = MappingProxyType({})
+    plans: Sequence[RankPlan],
+    attempt: str,
+    *,
+    staged: Mapping[int, Ints] = MappingProxyType({}),
+    before: Written = MappingProxyType({}),
 ) -> GlobalPlan:
     """Plans a save of these ranks, which agree on their planner's options.
 
     Args:
         plans: in the order of ranks; at least one.
         attempt: names the data files.
-        kept: by rank, the assignments of ranks that have staged already.
+        staged: the positions of what ranks have staged already, by rank.
+        before: what the other ranks wrote by the last plan.
 
     Raises InvalidPlanError when the plans don't form one checkpoint.
     """
     options = plans[0].plan.options
     columns = read_columns(plans)
-    chosen = choose_rows(
-        columns, to_lowest_rank=options.dedup_save_to_lowest_rank, kept=_rows_of(columns, kept)
-    )
+    to_lowest_rank = options.dedup_save_to_lowest_rank
+    kept = _kept_of(columns, staged, {} if to_lowest_rank else before)
+    chosen = choose_rows(columns, to_lowest_rank=to_lowest_rank, kept=kept)
     check_coverage(columns, chosen)
-    slots = Slots(columns.head[chosen], columns.body[chosen], columns.tail[chosen])
+    unused = np.setdiff1d(kept.rows, chosen)
+    written = np.concatenate([chosen, unused])
+    slots = Slots(columns.head[written], columns.body[written], columns.tail[written])
     names, assignment = place_items(
-        [plan.rank for plan in plans], columns.plan[chosen], columns.position[chosen], slots
+        [plan.rank for plan in plans], columns.plan[written], columns.position[written], slots
     )
     manifest = records_pb2.PlanManifest()
     _write_items(columns, chosen, manifest.metadata.items)
     if options.flatten_state_dict:
         manifest.metadata.mappings.CopyFrom(merge_mappings(plans, columns.mappings))
-    return GlobalPlan(attempt, names, assignment, make_body(manifest, assignment))
+    body = make_body(manifest, assignment, len(unused))
+    return GlobalPlan(attempt, names, assignment, body, len(unused))
 
 
-def make_body(manifest: records_pb2.PlanManifest, assignment: Assignment) -> bytes:
-    """What the manifests of a plan have in common: fields 6 to 8 of PlanManifest, serialised.
+def make_body(manifest: records_pb2.PlanManifest, assignment: Assignment, unused: int = 0) -> bytes:
+    """What the manifests of a plan have in common: fields 6 to 8 and 14 of PlanManifest, serialised.
 
     Args:
         manifest: items and mappings alone; it is completed in place, since columns are large.
+        unused: how many of the last items are not in ``.metadata``.
     """
-    placement = manifest.metadata.placement
-    placement.file = write_column(assignment.file)
-    placement.offset = write_column(assignment.offset)
-    placement.length = write_column(assignment.length)
-    manifest.owner = write_column(assignment.owner)
-    manifest.position = write_column(assignment.position)
+    items = len(assignment.owner) - unused
+    manifest.owner, manifest.position = _write_places(
+        assignment, slice(items), manifest.metadata.placement
+    )
+    if unused:
+        manifest.unused.owner, manifest.unused.position = _write_places(
+            assignment, slice(items, None), manifest.unused.placement
+        )
     return manifest.SerializeToString(deterministic=True)
 
 
-def _rows_of(columns: Columns, kept: Mapping[int, Share]) -> Kept:
-    """The rows of the assignments ``kept``, and the indices of their ranks' plans."""
-    ends = np.cumsum(np.bincount(columns.plan, minlength=len(columns.plans)))
-    staged, rows = [], [np.zeros(0, np.int64)]
+def _write_places(
+    assignment: Assignment, part: slice, placement: plan_pb2.Placement
+) -> tuple[bytes, bytes]:
+    """Writes the places of a part of the items; returns the columns of owners and positions."""
+    placement.file = write_column(assignment.file[part])
+    placement.offset = write_column(assignment.offset[part])
+    placement.length = write_column(assignment.length[part])
+    return write_column(assignment.owner[part]), write_column(assignment.position[part])
+
+
+def _kept_of(columns: Columns, staged: Mapping[int, Ints], before: Written) -> Kept:
+    """The rows of what ranks have staged, and of what the others wrote before.
+
+    Raises InvalidPlanError for a position that isn't in the rank's plan.
+    """
+    counts = np.bincount(columns.plan, minlength=len(columns.plans))
+    starts = np.cumsum(counts) - counts
+    plans, rows = [], [np.zeros(0, np.int64)]
     for index, plan in enumerate(columns.plans):
-        if (share := kept.get(plan.rank)) is not None:
-            staged.append(index)
-            rows.append(share.positions + (ends[index - 1] if index else 0))
-    return Kept(np.array(staged, np.int64), np.concatenate(rows))
+        if (positions := staged.get(plan.rank)) is not None:
+            if len(positions) and int(positions.max()) >= counts[index]:
+                raise malformed(plan, IndexError("it has staged an item that isn't there"))
+            plans.append(index)
+            rows.append(positions + starts[index])
+    wrote = {rank: each for rank, each in before.items() if rank not in staged}
+    return Kept(
+        np.array(plans, np.int64), np.unique(np.concatenate(rows)), _rows_before(columns, wrote)
+    )
+
+
+def _rows_before(columns: Columns, before: Written) -> Ints:
+    """The rows of the chunks that ranks wrote before, by earlier local plans, and still hold."""
+    index_of = {plan.rank: index for index, plan in enumerate(columns.plans)}
+    ranks = [rank for rank in before if rank in index_of]
+    if not ranks:
+        return np.zeros(0, np.int64)
+    old = read_columns([before[rank][0] for rank in ranks])
+    counts = np.bincount(old.plan, minlength=len(ranks))
+    starts = np.cumsum(counts) - counts
+    rows = np.concatenate([before[rank][1] + starts[n] for n, rank in enumerate(ranks)])
+    number = {fqn: index for index, fqn in enumerate(columns.fqns)}
+    fqn = np.array([number.get(fqn, -1) for fqn in old.fqns] or [-1], np.int64)[old.fqn[rows]]
+    plan = np.array([index_of[rank] for rank in ranks], np.int64)[old.plan[rows]]
+    asked = np.flatnonzero(np.isin(columns.plan, plan))
+    wrote = np.stack([plan, fqn, old.place[rows], old.volume[rows]], axis=1)
+    holds = np.stack([columns.plan, columns.fqn, columns.place, columns.volume], axis=1)[asked]
+    heads, chunk = number_rows(np.concatenate([wrote, holds]))
+    is_old = np.zeros(len(heads), bool)
+    is_old[chunk[: len(wrote)]] = True
+    return asked[is_old[chunk[len(wrote) :]]]
 
 
 class Slots(NamedTuple):

@@ -1,11 +1,12 @@
 """Agreed global plans, with what all saves by one of them have in common, and a cache of them.
 
-In: who writes which chunk, and where. Out: each rank's final plan, and what its receipt must have.
-A plan that was agreed is kept, and later saves may use it. Immutable; any thread.
+In: who writes which chunk, and where. Out: each rank's final plan, which is its *part* of the plan, and what
+its receipt must have. A plan that was agreed is kept with its ranks' local plans: later saves use it, or some
+of its parts. Plans are immutable; any thread.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -19,6 +20,7 @@ from pannier.coordinator.planning.arrays import (
     read_column,
     write_column,
 )
+from pannier.coordinator.planning.columns import RankPlan
 from pannier.v1 import plan_pb2, records_pb2, sidecar_pb2
 from pannier.wire import object_names
 
@@ -27,7 +29,7 @@ _Derived = TypeVar("_Derived")
 
 @dataclass(frozen=True)
 class Assignment:
-    """One entry per chunk of the checkpoint: who writes it, and where."""
+    """One entry per item that is written: who writes it, and where."""
 
     owner: Ints
     """Index into the members."""
@@ -45,12 +47,13 @@ class Share:
     """What one rank writes, in order of position."""
 
     rows: Ints
-    """Chunks of the checkpoint."""
+    """Entries of the assignment."""
     positions: Ints
     files: dict[str, int] = field(default_factory=dict)
     """Sizes by name, without the attempt's; 0 for the objects file, whose size is in the receipt."""
     varying: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """By position: row and file of the items whose place is in the receipt."""
+    """By position: row and file of the items whose place is in the receipt; the row is -1 for an item that
+    ``.metadata`` has from another rank."""
 
 
 class _Files(NamedTuple):
@@ -91,6 +94,7 @@ class AgreedPlan:
         members: ranks and digests of their local plans, in order.
         names: of the data files, without the attempt's.
         body: the part that all its manifests share.
+        unused: how many of the last items of the assignment ``.metadata`` has from other ranks.
 
     Raises IndexError, ValueError when these contradict each other.
     """
@@ -103,6 +107,7 @@ class AgreedPlan:
         names: Sequence[str],
         body: bytes,
         assignment: Assignment,
+        unused: int = 0,
     ) -> None:
         self.plan_id = plan_id
         self.members = tuple(members)
@@ -110,6 +115,7 @@ class AgreedPlan:
         self.body = body
         self.digests = dict(members)
         self.assignment = assignment
+        self._used = len(assignment.owner) - unused
         self._derived: dict[object, Any] = {}
         _check(assignment, len(members), len(names))
         order = order_by(assignment.owner, assignment.position)
@@ -131,6 +137,7 @@ class AgreedPlan:
         }
         """By rank: indices into ``_order`` of its items without a planned place."""
         self._shares: dict[int, Share] = {}
+        self._parts: dict[int, str] = {}
         self._columns: list[plan_pb2.FinalPlan] | None = None
 
     def derive(self, make: Callable[["AgreedPlan"], _Derived]) -> _Derived:
@@ -153,25 +160,39 @@ class AgreedPlan:
         for number in range(*files.spans.get(rank, (0, 0))):
             share.files[self.names[files.names[number]]] = int(files.sizes[number])
         for index in self._varying[rank].tolist() if rank in self._varying else ():
+            row = int(self._order[index])
             share.varying[int(self._positions[index])] = (
-                int(self._order[index]),
+                row if row < self._used else -1,
                 self.names[files.names[files.of_item[index]]],
             )
         return share
 
-    def writes_same(self, other: "AgreedPlan", rank: int) -> bool:
-        """Whether the rank's final plan is the same in both."""
-        if self is other:
-            return True
-        one, two = self.share(rank), other.share(rank)
-        return one.files == two.files and all(
-            np.array_equal(mine, theirs)
-            for mine, theirs in (
-                (one.positions, two.positions),
-                (self.assignment.offset[one.rows], other.assignment.offset[two.rows]),
-                (self.assignment.length[one.rows], other.assignment.length[two.rows]),
+    def part(self, rank: int) -> str:
+        """Hash, hex, of what the rank writes; "" for a rank that isn't a member."""
+        part = self._parts.get(rank)
+        if part is None:
+            index = self._index.get(rank)
+            if index is None:
+                return ""
+            what = plan_pb2.FinalPlan(
+                files=[
+                    plan_pb2.PlannedFile(name=name, size=size)
+                    for name, size in self.share(rank).files.items()
+                ]
             )
-        )
+            what.MergeFrom(self.write_columns()[index])
+            hashed = hashlib.sha256(what.SerializeToString(deterministic=True))
+            part = self._parts[rank] = hashed.hexdigest()
+        return part
+
+    def make_parts(self) -> None:
+        """Makes what :meth:`part` returns. CPU-bound, once."""
+        for rank in self.digests:
+            self.part(rank)
+
+    def has_part(self, rank: int, digest: str, part: str) -> bool:
+        """Whether the rank writes exactly this part by a local plan with this digest."""
+        return self.digests.get(rank) == digest and self.part(rank) == part
 
     def final_plan(self, rank: int, attempt: str) -> plan_pb2.FinalPlan:
         """The answer to ``rank``'s local plan, in this attempt."""
@@ -179,6 +200,7 @@ class AgreedPlan:
         final = plan_pb2.FinalPlan(
             plan_id=self.plan_id,
             attempt=attempt,
+            part=self.part(rank),
             files=[
                 plan_pb2.PlannedFile(name=prefix + name, size=size)
                 for name, size in self.share(rank).files.items()
@@ -215,11 +237,22 @@ class AgreedPlan:
         return self._columns
 
 
-def read_assignment(message: records_pb2.PlanManifest) -> Assignment:
-    """The assignment in a manifest. Raises InvalidRequestError for malformed columns."""
-    place = message.metadata.placement
-    columns = (message.owner, message.position, place.file, place.offset, place.length)
-    return Assignment(*map(read_column, columns))
+def read_assignment(message: records_pb2.PlanManifest) -> tuple[Assignment, int]:
+    """The assignment in a manifest, and how many of its last items aren't in ``.metadata``.
+
+    Raises InvalidRequestError for malformed columns.
+    """
+    used = _read_places(message.owner, message.position, message.metadata.placement)
+    if not message.HasField("unused"):
+        return Assignment(*used), 0
+    rest = message.unused
+    unused = _read_places(rest.owner, rest.position, rest.placement)
+    both = [np.concatenate(columns) for columns in zip(used, unused, strict=True)]
+    return Assignment(*both), len(unused[0])
+
+
+def _read_places(owner: bytes, position: bytes, place: plan_pb2.Placement) -> list[Ints]:
+    return [read_column(each) for each in (owner, position, place.file, place.offset, place.length)]
 
 
 def _check(assignment: Assignment, members: int, names: int) -> None:
@@ -240,40 +273,159 @@ class _Line(NamedTuple):
 
 
 _KEPT_EACH: Final = 4
-"""Plans of one group under one root."""
+"""Plans of one group under one root: saves in flight may go by earlier ones than the last."""
 _KEPT_BYTES: Final = 256 << 20
-"""Of all bodies together; the newest stays in any case."""
+"""Of all bodies and local plans together; the newest plan stays in any case."""
+
+
+class KeptLocalPlans:
+    """Local plans by digest, in little memory: most ranks of a job have the same tables and mappings.
+
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[bytes, bytes, bytes]] = {}
+        """The tables, the mappings, and the rest."""
+        self._shared: dict[bytes, bytes] = {}
+
+    def add(self, plans: Iterable[RankPlan]) -> None:
+        """Keeps these plans. CPU-bound."""
+        for each in plans:
+            if each.digest not in self._kept:
+                tables, mappings = each.plan.items.tables, each.plan.mappings
+                rest = plan_pb2.LocalPlan()
+                rest.CopyFrom(each.plan)
+                rest.items.tables = rest.mappings = b""
+                self._kept[each.digest] = (
+                    self._shared.setdefault(tables, tables),
+                    self._shared.setdefault(mappings, mappings),
+                    rest.SerializeToString(),
+                )
+
+    def update(self, other: "KeptLocalPlans") -> None:
+        """Keeps the other's plans, too."""
+        for digest, (tables, mappings, rest) in other._kept.items():
+            shared = (
+                self._shared.setdefault(tables, tables),
+                self._shared.setdefault(mappings, mappings),
+            )
+            self._kept.setdefault(digest, (*shared, rest))
+
+    def retain(self, digests: Collection[str]) -> None:
+        """Drops all other plans."""
+        self._kept = {digest: kept for digest, kept in self._kept.items() if digest in digests}
+        used = {each for tables, mappings, _ in self._kept.values() for each in (tables, mappings)}
+        self._shared = {each: each for each in used}
+
+    def select(self, digests: Iterable[str]) -> "KeptLocalPlans":
+        """Those of these plans that are kept."""
+        selected = KeptLocalPlans()
+        selected._kept = {each: self._kept[each] for each in digests if each in self._kept}
+        return selected
+
+    def read(self, digest: str) -> plan_pb2.LocalPlan:
+        """The local plan with this digest. Raises KeyError."""
+        tables, mappings, rest = self._kept[digest]
+        plan = plan_pb2.LocalPlan.FromString(rest)
+        plan.items.tables, plan.mappings = tables, mappings
+        return plan
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._kept
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        own = sum(len(rest) for _, _, rest in self._kept.values())
+        return own + sum(map(len, self._shared))
+
+
+class _Kept:
+    """Of one group and root."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[int, AgreedPlan]] = []
+        """With the number of the newest save by each, ascending."""
+        self.local = KeptLocalPlans()
+
+    def add(self, number: int, plan: AgreedPlan) -> None:
+        """Adds a plan, or another save by one that is kept: what was derived from that stays."""
+        same = [each for each in self.plans if each[1].plan_id == plan.plan_id]
+        for each in same:
+            self.plans.remove(each)
+            number, plan = max(number, each[0]), each[1]
+        self.plans = sorted([*self.plans, (number, plan)], key=lambda each: each[0])
+        while len(self.plans) > _KEPT_EACH:
+            self.drop_oldest()
+
+    def drop_oldest(self) -> None:
+        """Drops the oldest plan, and the local plans that only that one was made of."""
+        del self.plans[0]
+        self.local.retain({digest for _, plan in self.plans for digest in plan.digests.values()})
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.local.size + sum(len(plan.body) for _, plan in self.plans)
 
 
 class PlanCache:
-    """Agreed plans that later saves may use, the newest last. Event loop only."""
+    """Agreed plans that later saves may use, with their ranks' local plans. Event loop only."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[_Line, str], AgreedPlan] = OrderedDict()
+        self._kept: dict[_Line, _Kept] = {}
+        """The last used ones last."""
 
-    def keep(self, context: sidecar_pb2.SaveContext, plan: AgreedPlan) -> None:
-        """Adds the plan that a save has agreed on."""
+    def keep(
+        self,
+        context: sidecar_pb2.SaveContext,
+        plan: AgreedPlan,
+        local: KeptLocalPlans | None = None,
+        *,
+        number: int | None = None,
+    ) -> None:
+        """Adds the plan that a save has agreed on.
+
+        Args:
+            local: the local plans that ranks handed in for it.
+            number: of the save. Default: the context's.
+        """
         line = _line(context)
-        self._kept[line, plan.plan_id] = plan
-        self._kept.move_to_end((line, plan.plan_id))
-        own = [key for key in self._kept if key[0] == line]
-        for key in own[:-_KEPT_EACH]:
-            del self._kept[key]
-        while len(self._kept) > 1 and sum(len(p.body) for p in self._kept.values()) > _KEPT_BYTES:
-            self._kept.popitem(last=False)
+        kept = self._kept[line] = self._kept.pop(line) if line in self._kept else _Kept()
+        if local is not None:
+            kept.local.update(local)
+        kept.add(context.save.number if number is None else number, plan)
+        size = sum(each.size for each in self._kept.values())
+        while size > _KEPT_BYTES and (len(self._kept) > 1 or len(kept.plans) > 1):
+            oldest, others = next(iter(self._kept.items()))
+            size -= others.size
+            if len(others.plans) > 1:
+                others.drop_oldest()
+                size += others.size
+            else:
+                del self._kept[oldest]
 
     def find(self, context: sidecar_pb2.SaveContext, plan_id: str) -> AgreedPlan | None:
         """A plan that the group agreed on for an earlier save to the same root."""
-        return self._kept.get((_line(context), plan_id))
+        return next((plan for plan in self.plans(context) if plan.plan_id == plan_id), None)
 
-    def find_alike(
-        self, context: sidecar_pb2.SaveContext, digests: Mapping[int, str]
-    ) -> Iterator[AgreedPlan]:
-        """Plans that were made of the same local plans, the newest first."""
-        line = _line(context)
-        for (other, _), plan in reversed(self._kept.items()):
-            if other == line and plan.digests == digests:
-                yield plan
+    def plans(self, context: sidecar_pb2.SaveContext) -> list[AgreedPlan]:
+        """The group's plans to the same root, the newest first."""
+        kept = self._kept.get(_line(context))
+        return [] if kept is None else [plan for _, plan in reversed(kept.plans)]
+
+    def find_part(
+        self, context: sidecar_pb2.SaveContext, rank: int, digest: str, part: str
+    ) -> AgreedPlan | None:
+        """The newest plan in which the rank has this part."""
+        plans = self.plans(context)
+        return next((plan for plan in plans if plan.has_part(rank, digest, part)), None)
+
+    def local_plans(self, context: sidecar_pb2.SaveContext) -> KeptLocalPlans:
+        """Those of the group's kept plans, as far as this process has got them."""
+        kept = self._kept.get(_line(context))
+        return KeptLocalPlans() if kept is None else kept.local
 
 
 def _line(context: sidecar_pb2.SaveContext) -> _Line:

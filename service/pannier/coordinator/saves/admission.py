@@ -70,13 +70,14 @@ def admit(save: Save, given: RankPlan | CachedPlanClaim, *, mode: PlanMode = Pla
 
 
 def _check_late(manifest: Manifest, given: RankPlan | CachedPlanClaim) -> None:
-    """Checks a plan or claim that arrives after the plan was agreed, as when an answer was lost.
-
-    The save's task finds out whether a claim of another plan can be confirmed.
-    """
-    known = manifest.plan.digests.get(given.rank) == given.digest
+    """Checks a plan or claim that arrives after the plan was agreed, as when an answer was lost."""
     if isinstance(given, CachedPlanClaim):
-        known = known and given.attempt == manifest.header.attempt
+        known = (
+            manifest.plan.has_part(given.rank, given.digest, given.part)
+            and given.attempt == manifest.header.attempt
+        )
+    else:
+        known = manifest.plan.digests.get(given.rank) == given.digest
     if not known:
         raise DisagreementError(
             f"rank {given.rank} on host {given.host} handed in another plan after the plan was "

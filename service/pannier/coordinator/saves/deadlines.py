@@ -22,6 +22,8 @@ class Deadlines:
         self.plan = self.start + timeouts.DEFAULT_SAVE_S
         """For the plan to be agreed by this coordinator; without effect on a resumed save."""
         self.commit = self.start + timeouts.DEFAULT_SAVE_S
+        self.storage_wait_s = 0.0
+        """Longest wait of the plan for storage, in seconds from the last rank's plan on; 0: no limit."""
         self._recovered_at: float | None = None
         self._reported: dict[str, set[int]] = {"plan": set(), "commit": set()}
         """Ranks that have reported their deadlines."""
@@ -35,6 +37,11 @@ class Deadlines:
         now = time.monotonic()
         self.plan = self._earliest("plan", rank, plan_s, self.plan, now)
         self.commit = self._earliest("commit", rank, commit_s, self.commit, now)
+
+    def limit_storage_wait(self, seconds: float) -> None:
+        """Records how long a rank that waits for its plan lets storage delay it; 0: without limit."""
+        known = self.storage_wait_s
+        self.storage_wait_s = min(known, seconds) if known and seconds else known or seconds
 
     def _earliest(self, what: str, rank: int, seconds: float, known: float, now: float) -> float:
         reported = self._reported[what]

@@ -268,17 +268,18 @@ class ExternalPlan:
 
 @dataclass(frozen=True)
 class CachedPlanClaim:
-    """A rank's claim to use its part of a plan that an earlier save agreed on."""
+    """A rank's claim that it writes its part of the plan of its group's last save."""
 
     rank: int
     host: str
     digest: str
-    plan_id: str
+    """Of its local plan."""
+    part: str
     attempt: str
     """Of this save, as the rank derived it for the names of its files."""
     source_checkpoint: str = ""
     source_attempt: str = ""
-    """An attempt whose manifest has the claimed plan; empty: none is known."""
+    """An attempt whose manifest has the claimed part; empty: none is known."""
 
 
 class LocalPlans:
@@ -288,10 +289,8 @@ class LocalPlans:
         self._ranks = list(ranks)
         self._plans: dict[int, RankPlan] = {}
         self._claims: dict[int, CachedPlanClaim] = {}
-        self.claimed_ids: set[str] = set()
-        """Ids of the plans that ranks claim."""
-        self.full_requested = False
-        """No cached plan fits all ranks: ranks with a claim are to hand in their full plans."""
+        self._requested: list[int] = []
+        """Ranks with a claim that are to hand in their full plans."""
 
     def add(self, plan: RankPlan) -> None:
         """Adds a rank's plan. Idempotent.
@@ -302,7 +301,7 @@ class LocalPlans:
         if known is None:
             self._check_digest(plan)
             for other in self._plans.values():
-                _check_options(other, plan)
+                check_options([other, plan])
                 break
             self._plans[plan.rank] = plan
         elif known.digest != plan.digest:
@@ -315,18 +314,22 @@ class LocalPlans:
         """
         self._check_digest(claim)
         known = self._claims.setdefault(claim.rank, claim)
-        if (known.plan_id, known.attempt) != (claim.plan_id, claim.attempt):
+        if (known.part, known.attempt) != (claim.part, claim.attempt):
             raise _two_plans(known, claim)
-        self.claimed_ids.add(claim.plan_id)
 
     def _check_digest(self, given: "RankPlan | CachedPlanClaim") -> None:
         for known in (self._plans.get(given.rank), self._claims.get(given.rank)):
             if known is not None and known.digest != given.digest:
                 raise _two_plans(known, given)
 
-    def request_full(self) -> None:
+    def request_full(self, ranks: Sequence[int]) -> None:
         """Requests the full plans of ranks that made a claim."""
-        self.full_requested = True
+        self._requested = list(ranks)
+
+    @property
+    def full_requested(self) -> bool:
+        """Whether full plans of ranks with a claim are requested."""
+        return bool(self._requested)
 
     def drop_plans(self) -> None:
         """Frees the full plans: the agreed plan keeps what is needed."""
@@ -345,9 +348,9 @@ class LocalPlans:
         ]
 
     @property
-    def without_full(self) -> list[int]:
-        """Ranks without a full plan, ascending."""
-        return [rank for rank in self._ranks if rank not in self._plans]
+    def requested(self) -> list[int]:
+        """Ranks whose full plans are requested and haven't come, ascending."""
+        return [rank for rank in self._requested if rank not in self._plans]
 
     @property
     def complete(self) -> bool:
@@ -393,10 +396,16 @@ def _two_plans(
     )
 
 
-def _check_options(first: RankPlan, other: RankPlan) -> None:
+def check_options(plans: Sequence[RankPlan]) -> None:
+    """Raises DisagreementError naming two ranks whose planner options differ."""
+    one = plans[0].plan.options
+    for other in plans[1:]:
+        if other.plan.options != one:
+            raise _other_options(plans[0], other)
+
+
+def _other_options(first: RankPlan, other: RankPlan) -> DisagreementError:
     one, two = first.plan.options, other.plan.options
-    if one == two:
-        return
     differing = [
         field.name
         for field in plan_pb2.PlannerOptions.DESCRIPTOR.fields
@@ -407,7 +416,7 @@ def _check_options(first: RankPlan, other: RankPlan) -> None:
         f"rank {other.rank}"
         for name in differing
     )
-    raise DisagreementError(
+    return DisagreementError(
         f"the planners differ: {text}; pass the same planner on every rank",
         (first.rank, first.host),
         (other.rank, other.host),

@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-_MOST_CLAIMED: Final = 4
-"""Plans of earlier saves that are read for one save."""
+_MOST_SOURCES: Final = 4
+"""Manifests of earlier saves that are read for one save."""
 
 
 class UnansweredError(Exception):
@@ -152,7 +152,7 @@ async def resume_save(save: Save, store: Store) -> records_pb2.Decision | None:
     else:
         external = manifest.header.external
         save.declare_mode(PlanMode.EXTERNAL if external else PlanMode.SAVE)
-        await asyncio.to_thread(lambda: manifest.plan)
+        await asyncio.to_thread(lambda: manifest.plan.make_parts())
         adopt_manifest(save, manifest)
         receipts = await find_receipts(store, name, manifest.ranks)
         if external:
@@ -170,12 +170,12 @@ async def resume_save(save: Save, store: Store) -> records_pb2.Decision | None:
 def adopt_manifest(save: Save, manifest: Manifest) -> None:
     """Sets the manifest in storage as the save's.
 
-    Raises DisagreementError unless it was made of the plans that ranks have handed in here. Claims of
-    another plan are compared with it later.
+    Raises DisagreementError unless it was made of the plans that ranks have handed in here, and has the parts
+    that they claim.
     """
     for plan in save.plans.plans:
         _check_member(manifest, plan)
-    for claim in save.plans.unconfirmed:
+    for claim in save.plans.claims:
         _check_member(manifest, claim)
     save.set_manifest(manifest)
 
@@ -189,35 +189,41 @@ def _check_member(manifest: Manifest, given: RankPlan | CachedPlanClaim) -> None
             f"{attempt} was planned before with {digest[:12]}",
             (given.rank, given.host),
         )
-    if isinstance(given, CachedPlanClaim) and given.attempt != attempt:
+    if isinstance(given, CachedPlanClaim) and (
+        given.attempt != attempt or manifest.plan.part(given.rank) != given.part
+    ):
         raise DisagreementError(
-            f"rank {given.rank} (host {given.host}) goes by plan {given.plan_id[:12]} as attempt "
-            f"{given.attempt}, but the save was planned before as attempt {attempt}",
+            f"rank {given.rank} (host {given.host}) has staged part {given.part[:12]} as attempt "
+            f"{given.attempt}, but the save was planned before as attempt {attempt} with part "
+            f"{manifest.plan.part(given.rank)[:12]}",
             (given.rank, given.host),
         )
 
 
-async def read_claimed_plans(
+async def read_claimed_parts(
     save: Save, cache: PlanCache, open_store: Callable[[str], Store]
 ) -> None:
-    """Adds to the cache the claimed plans that another process of a coordinator made.
+    """Adds to the cache the plans with claimed parts that another process of a coordinator made.
 
-    A plan that can't be read stays unknown: the local plans of its ranks are requested.
+    A part that can't be read stays unknown: the local plan of its rank is requested.
     """
-    for plan_id in sorted(save.plans.claimed_ids)[:_MOST_CLAIMED]:
-        if cache.find(save.context, plan_id) is None:
-            claim = next(each for each in save.plans.claims if each.plan_id == plan_id)
-            try:
-                manifest = await _read_source(save, claim, open_store)
-            except PannierError as error:
-                _log.warning(
-                    "%s: the plan %s that ranks claim can't be read, their local plans are needed: %s",
-                    *(save.label, plan_id[:12], error),
-                    extra=save.log_fields,
-                )
-            else:
-                cache.keep(save.context, manifest.plan)
-                _log.info("%s: read the plan %s of an earlier save", save.label, plan_id[:12])
+    unknown: dict[tuple[str, str], CachedPlanClaim] = {}
+    for claim in save.plans.claims:
+        if cache.find_part(save.context, claim.rank, claim.digest, claim.part) is None:
+            unknown.setdefault((claim.source_checkpoint, claim.source_attempt), claim)
+    for claim in list(unknown.values())[:_MOST_SOURCES]:
+        try:
+            manifest = await _read_source(save, claim, open_store)
+        except PannierError as error:
+            _log.warning(
+                "%s: the plan by which rank %d has staged can't be read, its local plan is needed: %s",
+                *(save.label, claim.rank, error),
+                extra=save.log_fields,
+            )
+        else:
+            number = object_names.Attempt.parse(claim.source_attempt).number
+            cache.keep(save.context, manifest.plan, number=number)
+            _log.info("%s: read the plan %s of an earlier save", save.label, manifest.plan_id[:12])
 
 
 async def _read_source(
@@ -240,9 +246,10 @@ async def _read_source(
         manifest = await read_manifest(store, source, Manifest, expected)
     finally:
         await store.close()
-    if manifest is None or manifest.plan_id != claim.plan_id:
-        raise IntegrityError(f"{own} has no such plan as attempt {source}")
-    await asyncio.to_thread(lambda: manifest.plan)
+    if manifest is not None:
+        await asyncio.to_thread(lambda: manifest.plan.make_parts())
+    if manifest is None or not manifest.plan.has_part(claim.rank, claim.digest, claim.part):
+        raise IntegrityError(f"{own} has no such part as attempt {source}")
     return manifest
 
 

@@ -6,7 +6,7 @@ sidecars and the task read. Only the methods of :class:`Save` change it. Event l
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pannier.coordinator.commit.manifest import Manifest
@@ -46,10 +46,6 @@ class AttemptRecords:
     plan_id: str = ""
     """Of the agreed plan; empty for torch's."""
     manifest: Manifest | None = None
-    equal_plan_ids: frozenset[str] = frozenset()
-    """Claimed plans by which ranks write the same as by the agreed one."""
-    checked_plan_ids: frozenset[str] = frozenset()
-    """Claimed plans that were compared with the agreed one."""
     check_requested: bool = False
     """Receipts in storage are to be read at once: some rank has no live sidecar."""
 
@@ -247,36 +243,13 @@ class Save:
         if not self.written:
             self.move_attempt(AttemptState.WRITTEN)
 
-    def set_manifest(
-        self, manifest: Manifest, equal_plan_ids: frozenset[str] | None = None
-    ) -> None:
-        """Records the manifest in storage, which fits what the ranks have handed in.
-
-        Args:
-            equal_plan_ids: see :meth:`confirm_plans`, for all plans that are claimed; None: they
-                weren't compared.
-        """
+    def set_manifest(self, manifest: Manifest) -> None:
+        """Records the manifest in storage, which fits what the ranks have handed in."""
         external = manifest.header.external
-        self.records.checked_plan_ids = frozenset({manifest.plan_id})
-        if equal_plan_ids is not None:
-            self.confirm_plans(frozenset(self.plans.claimed_ids), equal_plan_ids)
         self.records.plan_id = "" if external else manifest.plan_id
         self.records.manifest = manifest
         # The manifest has the digests; the plans of a large job are large.
         self.plans.drop_plans()
-
-    @property
-    def unchecked_plan_ids(self) -> frozenset[str]:
-        """Claimed plans that weren't compared with the agreed one."""
-        if self.records.manifest is None:
-            return frozenset()
-        return frozenset(self.plans.claimed_ids) - self.records.checked_plan_ids
-
-    def confirm_plans(self, checked: frozenset[str], equal: frozenset[str]) -> None:
-        """Records which of the claimed plans were compared, and by which of them ranks write the same."""
-        self.records.checked_plan_ids |= checked
-        self.records.equal_plan_ids |= equal
-        self.notify()
 
     def set_prepared(self, plan_id: str) -> None:
         """Ends a save of which only the plan is needed."""
@@ -401,9 +374,9 @@ class Save:
         """Records torch's metadata."""
         self.external_plan.metadata = metadata
 
-    def request_full_plans(self) -> None:
-        """Requests the full plans of ranks whose claims aren't confirmed."""
-        self.plans.request_full()
+    def request_full_plans(self, ranks: Sequence[int]) -> None:
+        """Requests the full plans of ranks that made a claim."""
+        self.plans.request_full(ranks)
         self.notify()
 
     def wait_for_storage(self, error: object = None) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from pannier.coordinator.background.retention import Retention
 from pannier.coordinator.background.superseded import Sweeper
 from pannier.coordinator.commit.manifest import Manifest, agree
 from pannier.coordinator.planning.custom_planners import Planners, in_own_thread
-from pannier.coordinator.planning.plan_cache import AgreedPlan, PlanCache
+from pannier.coordinator.planning.plan_cache import AgreedPlan, KeptLocalPlans, PlanCache
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.decision import AttemptEnd, Services
 from pannier.coordinator.saves.failures import (
@@ -29,17 +29,19 @@ from pannier.coordinator.saves.failures import (
     failures_of,
     loss_error,
 )
+from pannier.coordinator.saves.participants import check_options
 from pannier.coordinator.saves.plan_choice import (
+    PlanBasisReader,
     check_attempts,
-    choose_cached_plan,
-    equal_plans,
-    kept_assignments,
+    check_parts,
+    choose_kept_plan,
+    unknown_claims,
 )
 from pannier.coordinator.saves.resume import (
     StorageChecks,
     UnansweredError,
     adopt_manifest,
-    read_claimed_plans,
+    read_claimed_parts,
     read_with_retries,
     resume_save,
 )
@@ -50,7 +52,7 @@ from pannier.daemon.logging import bind
 from pannier.maintenance.retention_policy import Policy
 from pannier.storage import StorageError, Store
 from pannier.storage.base import limited
-from pannier.v1 import records_pb2, sidecar_pb2
+from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import ConfigurationError, DeadlineError, InvalidRequestError
 
@@ -110,9 +112,12 @@ class SaveTasks:
         """Cancels all tasks: another coordinator can resume their saves from storage."""
         # The saves first: one that commits begins a sweep, a check of retention, or a task of its own.
         while self._tasks:
-            for task in self._tasks:
+            # Not left to the tasks' callbacks: since Python 3.12 a gather of tasks that have all ended returns
+            # without letting the loop run them (https://github.com/python/cpython/pull/104138).
+            tasks, self._tasks = self._tasks, set()
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         await self._services.sweeper.stop()
         await self._services.retention.stop()
 
@@ -148,6 +153,7 @@ class SaveTask:
         loop = asyncio.get_running_loop()
         steps = loop.create_task(self._run_steps())
         failing = loop.create_task(self._save.outcome.failing.wait())
+        limit = loop.create_task(self._limit_storage_wait())
         try:
             await asyncio.wait({steps, failing}, return_when=asyncio.FIRST_COMPLETED)
             if not self._save.deciding:
@@ -160,8 +166,24 @@ class SaveTask:
                 )
         finally:
             # Also when the daemon stops.
+            await _cancel(limit)
             await _cancel(failing)
             await _cancel(steps)
+
+    async def _limit_storage_wait(self) -> None:
+        """Skips the save when a rank waits for its plan that storage delays, and skips saves for such waits."""
+        save = self._save
+        await save.wait_until(lambda: save.plans.complete and save.deadlines.storage_wait_s > 0)
+        await asyncio.sleep(save.deadlines.storage_wait_s)
+        while save.state is State.PLANNING and not (save.resumed or save.external):
+            if save.storage_wait:
+                save.fail(
+                    save_pb2.FAILURE_KIND_SKIPPED,
+                    f"its plan waits for {save.storage_wait}, for more than "
+                    f"{save.deadlines.storage_wait_s:g} s",
+                )
+                return
+            await asyncio.sleep(timeouts.STORAGE_WAIT_CHECK_S)
 
     async def _is_planned_elsewhere(self) -> bool:
         """Whether ranks timed out here because another coordinator planned the save.
@@ -299,19 +321,20 @@ class SaveTask:
         assert save.attempt is not None
         attempt = save.attempt
         check_attempts(save, attempt)
-        await self._read_claimed_plans()
-        plan = choose_cached_plan(cache, save)
-        if plan is None and save.plans.unconfirmed:
+        await read_claimed_parts(save, cache, self._services.stores.open)
+        plan, local = choose_kept_plan(cache, save), None
+        if plan is None and (unknown := unknown_claims(cache, save)):
             if await exists(store, attempt.name):
                 save.mark_written()
                 return False
-            await self._collect_full_plans()
+            await self._collect_full_plans(unknown)
         if save.resumed:
             return False
         if plan is None:
-            plan = await self._make_plan(attempt.name)
+            plan, local = await self._make_plan(attempt.name)
+            check_parts(plan, save)
         if save.mode is PlanMode.PREPARE:
-            cache.keep(save.context, plan)
+            cache.keep(save.context, plan, local)
             save.set_prepared(plan.plan_id)
             return True
         hosts, agreed = save.participants.hosts, plan
@@ -324,51 +347,43 @@ class SaveTask:
         manifest = await self._end.publish_manifest(store, made)
         save.storage_answered()
         if manifest is made:
-            save.set_manifest(made, equal_plans(cache, save, plan, complete=True))
+            cache.keep(save.context, plan, local)
+            save.set_manifest(made)
             return True
-        await self._services.in_thread(lambda: manifest.plan)
+        await self._services.in_thread(lambda: manifest.plan.make_parts())
         adopt_manifest(save, manifest)
         return False
 
-    async def _read_claimed_plans(self) -> None:
+    async def _make_plan(self, attempt: str) -> tuple[AgreedPlan, KeptLocalPlans]:
+        """A new plan, with the parts that ranks have staged, and the local plans that came with this save."""
         services = self._services
-        await read_claimed_plans(self._save, services.cache, services.stores.open)
-
-    async def _check_claims(self) -> None:
-        """Confirms claims of other plans than the agreed one, or requests the ranks' local plans."""
-        save = self._save
-        assert save.manifest is not None
-        claimed = save.unchecked_plan_ids
-        await self._read_claimed_plans()
-        equal = equal_plans(self._services.cache, save, save.manifest.plan, complete=False)
-        if claimed - equal:
-            save.request_full_plans()
-        save.confirm_plans(claimed, equal & claimed)
-
-    async def _make_plan(self, attempt: str) -> AgreedPlan:
-        services, plans = self._services, self._save.plans.plans
-        kept = kept_assignments(services.cache, self._save)
+        basis = await services.in_thread(PlanBasisReader(services.cache, self._save).read)
+        check_options(basis.plans)
 
         def make() -> AgreedPlan:
-            return agree(plans, services.planners.make(plans, attempt, kept))
+            plan = services.planners.make(
+                basis.plans, attempt, staged=basis.staged, before=basis.before
+            )
+            return agree(basis.plans, plan)
 
-        options, deadlines = plans[0].plan.options, self._save.deadlines
+        options, deadlines = basis.plans[0].plan.options, self._save.deadlines
         if not options.custom_global_plan:
-            return await services.in_thread(make)
+            return await services.in_thread(make), basis.handed_in
         try:
-            return await within(deadlines.plan - time.monotonic(), in_own_thread(make))
+            made = await within(deadlines.plan - time.monotonic(), in_own_thread(make))
         except asyncio.TimeoutError as error:
             raise DeadlineError(
                 f"the planner {options.planner} had made no global plan after "
                 f"{deadlines.plan - deadlines.start:.0f} s; it runs in the coordinator, on {services.host}"
             ) from error
+        return made, basis.handed_in
 
-    async def _collect_full_plans(self) -> None:
-        """Returns when the ranks whose claims fit no cached plan have handed in their full plans."""
+    async def _collect_full_plans(self, ranks: Sequence[int]) -> None:
+        """Returns when these ranks, which have made claims, have handed in their full plans."""
         save = self._save
-        save.request_full_plans()
+        save.request_full_plans(ranks)
         if not await save.wait_until(
-            lambda: not save.plans.without_full or save.resumed, lambda: save.deadlines.plan
+            lambda: not save.plans.requested or save.resumed, lambda: save.deadlines.plan
         ):
             raise self._missed("its full plan was requested", save.deadlines.plan)
 
@@ -397,18 +412,12 @@ class SaveTask:
         while True:
             await save.wait_until(
                 lambda: (
-                    complete()
-                    or save.records.check_requested
-                    or bool(save.outcome.possible_losses)
-                    or bool(save.unchecked_plan_ids)
+                    complete() or save.records.check_requested or bool(save.outcome.possible_losses)
                 ),
                 lambda: min(save.deadline, checks.due()),
             )
             if complete():
                 return None
-            if save.unchecked_plan_ids:
-                await self._check_claims()
-                continue
             lost = dict(save.outcome.possible_losses)
             late = time.monotonic() >= save.deadline
             try:

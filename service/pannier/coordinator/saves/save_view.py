@@ -16,7 +16,7 @@ def awaited(save: Save) -> list[Awaited]:
     """The ranks that the save waits for, in its state."""
     if save.state is State.PLANNING:
         plans = save.plans
-        late = plans.without_full if plans.full_requested else plans.missing
+        late = plans.requested or plans.missing
         if save.resumed or save.external:
             # No rank hands in a plan: storage has it, or torch makes it.
             late = []
@@ -63,7 +63,6 @@ def status(save: Save, *, ranks: bool = True) -> save_pb2.SaveStatus:
         note=save.note,
         plan_id=save.records.plan_id,
         full_plan_requested=save.plans.full_requested,
-        equal_plan_ids=sorted(save.records.equal_plan_ids),
         replicated_ranks=sum(
             bool(each.replicas) and (save.ended or each.replica_holder is not None)
             for each in states

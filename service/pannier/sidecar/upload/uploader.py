@@ -328,7 +328,11 @@ class Uploader:
         for key in keys:
             fault_points.point("sidecar.deletion.before")
             try:
-                await self._store(rank).delete(key)
+                store = self._store(rank)
+                await store.delete(key)
+                # Of this sidecar, when it was killed.
+                for item in await store.list_unfinished_of(key):
+                    await store.discard(item)
             except PannierError as error:
                 _log.error(
                     "%s was aborted, but its object %s can't be deleted and stays: %s",

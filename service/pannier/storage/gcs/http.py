@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
+from inspect import signature
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -32,21 +33,27 @@ from yarl import URL
 
 from pannier.common.deadline import within
 from pannier.storage.base import DeniedError, HeldError, NotFoundError, StorageError, notify_retry
-from pannier.storage.connections import SharedConnection
+from pannier.storage.connections import SharedConnection, check_names
 from pannier.storage.http_body import FromSpool, Slices
 from pannier.storage.http_sender import SLOWEST_BYTES_PER_S, HttpSender
 from pannier.storage.io_threads import BUFFER, setup_threads
-from pannier.storage.retry import TransientError
+from pannier.storage.retry import TransientError, asked_pause_s
 from pannier.storage.upload_threads import UploadThreads
 from pannier.wire.errors import ConfigurationError
 
 _CHUNK = 32 << 20
+_OPTIONS = {
+    *signature(GCSFileSystem.__init__).parameters,
+    # It passes these on to fsspec's base class, which ignores all others.
+    *("batch_size", "listings_expiry_time", "max_paths", "skip_instance_cache"),
+    "use_listings_cache",
+} - {"self", "kwargs"}
 _PROVIDER_TEXT = 500
 _RATE_LIMITS = {"rateLimitExceeded", "userRateLimitExceeded"}
 _HOLDS = {"objectUnderActiveHold", "retentionPolicyNotMet"}
 """Reasons of a 403 that aren't missing permissions."""
 _CREDENTIALS_HINT = (
-    "check which credentials the daemon uses (storage option 'token', "
+    "check which credentials are in use (storage option 'token', "
     "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account) and that they may create, "
     "read, list and delete objects there (roles/storage.objectUser)"
 )
@@ -115,6 +122,7 @@ class GcsConnection:
         settings = {"use_listings_cache": False, **options}
         if endpoint not in ("", "default") and not endpoint.startswith("https://"):
             settings.setdefault("token", "anon")
+        check_names(options, _OPTIONS, "storage_options of gcsfs")
         settings.update(asynchronous=True, skip_instance_cache=True)
         try:
             fs = await setup_threads.run(partial(GCSFileSystem, **settings))
@@ -123,7 +131,8 @@ class GcsConnection:
             session._retry_connection = False
         except (TypeError, ValueError, OSError, google.auth.exceptions.GoogleAuthError) as error:
             raise ConfigurationError(
-                f"Google Cloud Storage can't be set up: {error}; {_CREDENTIALS_HINT}"
+                f"Google Cloud Storage can't be set up: {error}; check the storage options and the "
+                "GOOGLE_* and STORAGE_EMULATOR_HOST variables"
             ) from error
         return cls(fs, threads)
 
@@ -344,8 +353,7 @@ def _error(answer: Answer, what: str) -> StorageError:
     reasons = _reasons(answer)
     limited = status == 403 and reasons & _RATE_LIMITS
     if status in (408, 429) or limited or (status >= 500 and status != 501):
-        after = answer.headers.get("Retry-After", "")
-        return TransientError(text, float(after) if after.isdigit() else 0)
+        return TransientError(text, asked_pause_s(answer.headers))
     if status == 403 and reasons & _HOLDS:
         return HeldError(
             f"{text}; the object is under a hold or a retention policy and can't be replaced or "

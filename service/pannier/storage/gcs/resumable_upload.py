@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from pannier.storage.base import NotFoundError, Progress, Retried, Source, StorageError
+from pannier.storage.base import NotFoundError, Progress, Retried, Source
 from pannier.storage.gcs.http import Answer, GcsConnection
 from pannier.storage.http_body import FromSpool, Slices
-from pannier.storage.retry import TransientError, clean_up, retry
+from pannier.storage.retry import TransientError, UploadLostError, clean_up, restart_lost, retry
 from pannier.storage.source_reader import SourceReader
 
 T = TypeVar("T")
@@ -22,12 +22,8 @@ UNIT = 256 << 10
 """All chunks but the last have a multiple of this many bytes."""
 _LEAST = 8 << 20
 """Bytes of a growing file that are awaited before the next chunk is sent."""
-_SESSIONS = 3
-"""When so many upload sessions are lost, the upload fails."""
-
-
-class _SessionLostError(StorageError):
-    """The server no longer has the session."""
+_LOSSES = 3
+"""When the server has lost bytes of a session so many times, the session counts as lost."""
 
 
 def encode_crc(crc: int) -> str:
@@ -80,17 +76,10 @@ class ResumableUpload:
             UnclearError: the server's last answer is not the object's resource.
             StorageError: any other final error. The session is deleted then, and on cancellation.
         """
-        for remaining in range(_SESSIONS - 1, -1, -1):
-            self._behind = 0
-            try:
-                return await self._run(reader, progress)
-            except _SessionLostError as error:
-                if not remaining:
-                    raise
-                self._retried(str(error))
-        raise AssertionError("unreachable")
+        return await restart_lost(lambda: self._run(reader, progress), retried=self._retried)
 
     async def _run(self, reader: SourceReader, progress: Progress) -> dict[str, Any]:
+        self._behind = 0
         self._session = await self._retry(self._start)
         try:
             held = 0
@@ -127,8 +116,8 @@ class ResumableUpload:
     def _note_loss(self, held: int, reached: int) -> None:
         self._behind += 1
         reason = f"{self._what}: the server had confirmed {held} bytes, and holds {reached}"
-        if self._behind >= _SESSIONS:
-            raise _SessionLostError(f"the upload session loses bytes: {reason}")
+        if self._behind >= _LOSSES:
+            raise UploadLostError(f"the upload session loses bytes: {reason}")
         self._retried(reason)
 
     async def _retry(self, operation: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -200,7 +189,7 @@ class ResumableUpload:
                 expected=(200, 201, 308),
             )
         except NotFoundError as error:
-            raise _SessionLostError(f"the server lost the upload session: {error}") from error
+            raise UploadLostError(f"the server lost the upload session: {error}") from error
 
     def _state(self, answer: Answer) -> int | dict[str, Any]:
         if answer.status != 308:

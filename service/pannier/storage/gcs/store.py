@@ -337,11 +337,14 @@ class GcsStore(Store):
                     params={
                         "prefix": self._prefix + prefix,
                         "delimiter": delimiter,
-                        "fields": f"{fields},nextPageToken",
+                        "fields": f"kind,{fields},nextPageToken",
                         "pageToken": token,
                     },
                 )
-                return answer.json()
+                page = answer.json()
+                if page.get("kind") != "storage#objects":
+                    raise TransientError(f"{self._what(prefix)}: {page!r:.100} is no listing")
+                return page
 
             pages.append(await self._retry(once, prefix))
             token = pages[-1].get("nextPageToken")

@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from http.client import HTTPException
 from typing import Any
@@ -18,27 +18,29 @@ import aiohttp
 import botocore.exceptions as boto
 from aiobotocore.awsrequest import AioAWSResponse
 from botocore.httpsession import get_cert_path
+from botocore.parsers import ResponseParserError
 from botocore.utils import get_environ_proxies
 from s3fs import S3FileSystem
 
 from pannier.common import timeouts
 from pannier.common.deadline import within
 from pannier.storage.base import DeniedError, NotFoundError, StorageError, notify_retry
-from pannier.storage.connections import SharedConnection
+from pannier.storage.connections import SharedConnection, check_names
 from pannier.storage.http_body import Part, Slices
 from pannier.storage.http_sender import SLOWEST_BYTES_PER_S, HttpSender
 from pannier.storage.io_threads import setup_threads
-from pannier.storage.retry import TransientError
+from pannier.storage.retry import TransientError, UploadLostError, asked_pause_s
 from pannier.storage.upload_threads import UploadThreads
 from pannier.wire.errors import ConfigurationError
 
 _CREDENTIALS_HINT = (
-    "check which credentials the daemon uses (storage options 'key' and 'secret' or 'profile', "
+    "check which credentials are in use (storage options 'key' and 'secret' or 'profile', "
     "AWS_* variables, or the machine's role) and that they may put, get, list and delete objects "
-    "and abort multipart uploads there"
+    "and list and abort multipart uploads there"
 )
-_OVERLOAD = {
+_TRANSIENT = {
     "ConditionalRequestConflict",
+    "IncompleteBody",
     "InternalError",
     "OperationAborted",
     "RequestTimeTooSkewed",
@@ -53,6 +55,30 @@ os.environ.setdefault("AWS_METADATA_SERVICE_NUM_ATTEMPTS", "3")
 
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
 _CHECKSUM = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"}
+_FIELDS = {
+    "create_multipart_upload": ("UploadId",),
+    "head_object": ("ContentLength", "ETag", "LastModified"),
+    "list_multipart_uploads": ("IsTruncated",),
+    "list_objects_v2": ("IsTruncated",),
+    "put_object": ("ETag",),
+    "upload_part": ("ETag",),
+}
+"""Fields without which an answer isn't S3's: botocore reads an empty or foreign XML body as one without fields."""
+_OPERATIONS = (
+    "AbortMultipartUpload",
+    "CompleteMultipartUpload",
+    "CreateMultipartUpload",
+    "DeleteObject",
+    "GetObject",
+    "HeadObject",
+    "ListMultipartUploads",
+    "ListObjectsV2",
+    "PutObject",
+    "UploadPart",
+)
+"""Operations that :meth:`S3Connection.call` is used for."""
+_SHOWN = 100
+"""Characters of a foreign answer that an error shows."""
 _UPLOADS = ("before-send.s3.PutObject", "before-send.s3.UploadPart")
 """botocore's events whose handlers may send the request themselves."""
 _OF_THE_SESSION = {"proxies", "proxies_config", "client_cert", "connector_args", "http_session_cls"}
@@ -105,8 +131,16 @@ class S3Connection:
         except boto.CredentialRetrievalError as error:
             raise _retrieval_error(error) from error
         except (TypeError, ValueError, KeyError, OSError, boto.BotoCoreError) as error:
-            raise ConfigurationError(f"S3 can't be set up: {error}; {_CREDENTIALS_HINT}") from error
-        return cls(fs, _make_sender(fs, settings, threads))
+            raise ConfigurationError(
+                f"S3 can't be set up: {error}; check the storage options and the AWS_* variables"
+            ) from error
+        connection = cls(fs, _make_sender(fs, settings, threads))
+        try:
+            _check_parameters(fs)
+        except ConfigurationError:
+            await connection.close()
+            raise
+        return connection
 
     async def close(self) -> None:
         """Closes the clients' connections."""
@@ -160,7 +194,7 @@ class S3Connection:
     ) -> dict[str, Any]:
         limit_s = timeouts.STORAGE_CONNECT_S + timeouts.STORAGE_IDLE_S + size / SLOWEST_BYTES_PER_S
         try:
-            return await within(limit_s, self._once(operation, arguments))
+            answer = await within(limit_s, self._once(operation, arguments))
         except boto.ClientError as error:
             raise _error(error, what) from error
         except boto.NoCredentialsError as error:
@@ -187,6 +221,12 @@ class S3Connection:
             ) from error
         except boto.BotoCoreError as error:
             raise StorageError(f"{what}: {error}") from error
+        except (ResponseParserError, ValueError) as error:
+            raise TransientError(
+                f"{what}: an answer that isn't S3's: {str(error)[:_SHOWN]}"
+            ) from error
+        check_fields(answer, _FIELDS.get(operation, ()), f"{what}: the answer to {operation}")
+        return answer
 
     async def _once(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         client = await self._fs.get_s3(arguments["Bucket"])
@@ -220,6 +260,23 @@ class S3Connection:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
         lower = {name.lower(): value for name, value in found.headers.items()}
         return AioAWSResponse(request.url, found.status, lower, _Read(found.body))
+
+
+def check_fields(answer: Mapping[str, Any], fields: Iterable[str], what: str) -> None:
+    """Raises TransientError unless a part of an answer has these fields; ``what`` names the part."""
+    if lacking := [field for field in fields if field not in answer]:
+        raise TransientError(f"{what} has no {', '.join(lacking)}: does an S3 server answer there?")
+
+
+def _check_parameters(fs: S3FileSystem) -> None:
+    """Raises ConfigurationError for an additional parameter that s3fs would drop: no operation takes it."""
+    model = fs._s3.meta.service_model
+    known = {
+        name
+        for operation in _OPERATIONS
+        for name in model.operation_model(operation).input_shape.members
+    }
+    check_names(fs.s3_additional_kwargs, known, "s3_additional_kwargs: S3")
 
 
 class _Read:
@@ -259,13 +316,16 @@ def _error(error: boto.ClientError, what: str) -> StorageError:
     text = f"{what}: {status} {code} {error.response.get('Error', {}).get('Message', '')}".rstrip()
     if code in _CHECKSUM or (code == "InvalidRequest" and "checksum" in text.lower()):
         return ChecksumRefusedError(text)
-    if code in _OVERLOAD or status in (408, 429) or (status >= 500 and status != 501):
-        return TransientError(text)
+    if code in _TRANSIENT or status in (408, 429) or (status >= 500 and status != 501):
+        headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        return TransientError(text, asked_pause_s(headers))
     # An answer to HEAD has no body that names the reason.
     if code in _EXPIRED or code == "400":
         return CredentialsError(f"{text}; {_CREDENTIALS_HINT}")
     if status in (401, 403):
         return DeniedError(f"{text}; {_CREDENTIALS_HINT}")
+    if code == "NoSuchUpload":
+        return UploadLostError(text)
     if status == 404:
         return NotFoundError(f"{text}; check the bucket's name, and the object's")
     if status == 416:

@@ -7,7 +7,7 @@ the store's crc32c of the whole object, or read back where the store keeps none.
 import base64
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import crc32c
 
@@ -41,6 +41,7 @@ from pannier.storage.s3.client import (
     ChecksumRefusedError,
     PreconditionError,
     S3Connection,
+    check_fields,
     shared_connection,
 )
 from pannier.storage.s3.multipart_upload import MEMORY, MultipartUpload, abort, encode_crc
@@ -49,10 +50,36 @@ from pannier.storage.upload_threads import UploadThreads
 from pannier.storage.url import check_key
 
 
+class _Listing(NamedTuple):
+    """An operation that lists."""
+
+    operation: str
+    items: str
+    """Field of the answer that has them."""
+    fields: Sequence[str]
+    """Fields that every item has."""
+    markers: Mapping[str, str]
+    """Parameters of the request for the next page, by the answer's fields."""
+
+
+_TOKEN: Final = {"ContinuationToken": "NextContinuationToken"}
+_OBJECTS: Final = _Listing(
+    "list_objects_v2", "Contents", ("Key", "Size", "ETag", "LastModified"), _TOKEN
+)
+_DIRECTORIES: Final = _Listing("list_objects_v2", "CommonPrefixes", ("Prefix",), _TOKEN)
+_UPLOADS: Final = _Listing(
+    "list_multipart_uploads",
+    "Uploads",
+    ("Key", "Initiated", "UploadId"),
+    {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
+)
+
+
 class S3Store(Store):
     """A directory of a bucket."""
 
     upload_memory = MEMORY
+    lists_by_key = True
 
     def __init__(
         self,
@@ -121,8 +148,14 @@ class S3Store(Store):
                     crc = await reader.confirm()
                     await self._put(key, data, crc, {"IfNoneMatch": "*"}, retried)
                 else:
-                    call = functools.partial(self._call, key, retried=retried)
-                    await MultipartUpload(call, self._what(key), source.size).run(reader, progress)
+                    upload = MultipartUpload(
+                        functools.partial(self._call, key, retried=retried),
+                        self._what(key),
+                        source.size,
+                        functools.partial(self.list_unfinished_of, key),
+                        retried,
+                    )
+                    await upload.run(reader, progress)
             except PreconditionError as error:
                 ours, answered = False, str(error)
             crc = await reader.finish()
@@ -280,42 +313,45 @@ class S3Store(Store):
                 crc32c=None,
                 modified=item["LastModified"].timestamp(),
             )
-            for page in await self._pages(prefix)
-            for item in page.get("Contents", ())
+            for item in await self._listed(_OBJECTS, prefix)
         ]
         return sorted(found, key=lambda info: info.key)
 
     async def list_directories(self, prefix: str = "") -> Sequence[str]:
         """See :meth:`Store.list_directories`."""
         start = len(self._prefix + prefix)
-        return sorted(
-            item["Prefix"][start:-1]
-            for page in await self._pages(prefix, Delimiter="/")
-            for item in page.get("CommonPrefixes", ())
-        )
+        found = await self._listed(_DIRECTORIES, prefix, Delimiter="/")
+        return sorted(item["Prefix"][start:-1] for item in found)
 
-    async def _pages(self, prefix: str, **options: str) -> Sequence[dict[str, Any]]:
-        """All pages of a listing."""
+    async def _listed(
+        self, listing: "_Listing", prefix: str, **options: str
+    ) -> Sequence[dict[str, Any]]:
+        """All items of a listing, each with the fields that are needed."""
         connection = await self._connection()
-        pages: list[dict[str, Any]] = []
-        more = dict(options)
-        while True:
-            asked = dict(more)
-            page = await retry(
-                lambda asked=asked: connection.call(  # type: ignore[misc]
-                    "list_objects_v2",
-                    what=self._what(prefix),
-                    Bucket=self._bucket,
-                    Prefix=self._prefix + prefix,
-                    **asked,
-                ),
-                what=self._what(prefix),
-                deadline_s=self._deadline_s,
+        items: list[dict[str, Any]] = []
+        more: dict[str, Any] = dict(options)
+        what = self._what(prefix)
+
+        async def once() -> dict[str, Any]:
+            page = await connection.call(
+                listing.operation,
+                what=what,
+                Bucket=self._bucket,
+                Prefix=self._prefix + prefix,
+                **more,
             )
-            pages.append(page)
-            if not page.get("IsTruncated"):
-                return pages
-            more = {**options, "ContinuationToken": page["NextContinuationToken"]}
+            for item in page.get(listing.items, ()):
+                check_fields(item, listing.fields, f"{what}: an entry of {listing.operation}")
+            if page["IsTruncated"]:
+                check_fields(page, listing.markers.values(), f"{what}: {listing.operation}")
+            return page
+
+        while True:
+            page = await retry(once, what=what, deadline_s=self._deadline_s)
+            items += page.get(listing.items, ())
+            if not page["IsTruncated"]:
+                return items
+            more = {**options, **{key: page[name] for key, name in listing.markers.items()}}
 
     async def delete(self, key: str, *, generation: str | None = None) -> None:
         """See :meth:`Store.delete`."""
@@ -329,37 +365,22 @@ class S3Store(Store):
 
     async def list_unfinished(self) -> Sequence[Unfinished]:
         """See :meth:`Store.list_unfinished`: multipart uploads, which S3 never removes."""
-        connection = await self._connection()
-        found: list[Unfinished] = []
-        more: dict[str, str] = {}
-        while True:
-            asked = dict(more)
-            page = await retry(
-                lambda asked=asked: connection.call(  # type: ignore[misc]
-                    "list_multipart_uploads",
-                    what=self._what(""),
-                    Bucket=self._bucket,
-                    Prefix=self._prefix,
-                    **asked,
-                ),
-                what=self._what(""),
-                deadline_s=self._deadline_s,
+        return await self._unfinished("")
+
+    async def list_unfinished_of(self, key: str) -> Sequence[Unfinished]:
+        """See :meth:`Store.list_unfinished_of`."""
+        return [item for item in await self._unfinished(check_key(key)) if item.key == key]
+
+    async def _unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        return [
+            Unfinished(
+                key=item["Key"].removeprefix(self._prefix),
+                size=0,
+                modified=item["Initiated"].timestamp(),
+                token=item["UploadId"],
             )
-            found += [
-                Unfinished(
-                    key=item["Key"].removeprefix(self._prefix),
-                    size=0,
-                    modified=item["Initiated"].timestamp(),
-                    token=item["UploadId"],
-                )
-                for item in page.get("Uploads", ())
-            ]
-            if not page.get("IsTruncated"):
-                return found
-            more = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
+            for item in await self._listed(_UPLOADS, prefix)
+        ]
 
     async def discard(self, item: Unfinished) -> None:
         """See :meth:`Store.discard`."""
