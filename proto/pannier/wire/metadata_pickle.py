@@ -58,7 +58,7 @@ class Record(list[Any]):
     """
 
     __slots__ = ()
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
 
     @property
@@ -382,16 +382,16 @@ def _check_key(key: Any) -> None:
     while queue:
         each = queue.pop()
         kind = type(each)
-        left -= 1
-        if kind is tuple:
-            left -= len(each)
-            queue += each[: max(left, 0)]
+        if kind is tuple or kind is frozenset:
+            # Of a frozenset the items have been checked, when it was made.
+            left -= 1 + len(each)
+            if left >= 0 and kind is tuple:
+                queue += each
         elif kind is str or kind is bytes:
-            left -= left * (len(each) > _LONGEST_KEY)
-        elif kind is frozenset:
-            # It has its items' hashes, which are only compared with those of an equal set.
-            left -= len(each)
-        elif kind not in (int, float, bool, type(None), Named, Record):
+            left -= 1 if len(each) <= _LONGEST_KEY else _LARGEST_KEY + 1
+        elif kind in (int, float, bool, type(None), Named, Record):
+            left -= 1
+        else:
             raise _MalformedError(f"a {kind.__name__} is a key")
         if left < 0:
             raise _MalformedError("a key is too long")

@@ -39,9 +39,12 @@ def _read(content: bytes, where: str) -> tuple[set[str], str]:
         places = state["storage_data"]
         if type(places) is not dict:
             raise TypeError("storage_data is no dict")
-        names = {_fields(place)["relative_path"] for place in places.values()}
-        if not all(type(name) is str for name in names):
-            raise TypeError("the name of a file is no text")
+        names: set[str] = set()
+        for place in places.values():
+            name = _fields(place)["relative_path"]
+            if type(name) is not str:
+                raise TypeError(f"the name of a file is a {type(name).__name__}")
+            names.add(name)
         # Not every writer sets a storage_meta.
         meta = state.get("storage_meta")
         save_id = None if meta is None else _fields(meta).get("save_id")

@@ -11,7 +11,7 @@ from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
-from pannier.wire.records import parse_receipt
+from pannier.wire.records import MOST_RECORD, parse_receipt
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ async def find_receipts(
     async def read(rank: int) -> records_pb2.Receipt | None:
         key = object_names.receipt(attempt, rank)
         try:
-            data = await store.read(key)
+            data = await store.read_whole(key, MOST_RECORD)
             return parse_receipt(data, attempt, rank, f"{store.url}/{key}")
         except (NotFoundError, IntegrityError) as error:
             if isinstance(error, IntegrityError) or key in there:

@@ -30,7 +30,8 @@ from pannier.maintenance.delete_checkpoint import (
 from pannier.maintenance.retention_policy import Policy, apply_policy
 from pannier.storage import ConflictError, NotFoundError, StorageError, Store
 from pannier.wire import object_names
-from pannier.wire.errors import PannierError
+from pannier.wire.errors import IntegrityError, PannierError
+from pannier.wire.records import MOST_RECORD
 
 _log = logging.getLogger(__name__)
 
@@ -285,7 +286,7 @@ async def _record(store: Store, policy: Policy, job: str, outcomes: list[Outcome
 async def read_record(store: Store) -> dict[str, Any]:
     """Result of the last run: "kept" (reasons by job and name), "removed", "pattern"; empty without one."""
     try:
-        found = json.loads(await store.read(object_names.retention_record()))
-    except (NotFoundError, ValueError):
+        found = json.loads(await store.read_whole(object_names.retention_record(), MOST_RECORD))
+    except (NotFoundError, ValueError, IntegrityError):
         return {}
     return found if isinstance(found, dict) else {}

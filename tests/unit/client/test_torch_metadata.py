@@ -1,3 +1,4 @@
+import importlib
 import os
 import pathlib
 import pickle
@@ -7,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from pannier.attempts.metadata_refs import referenced_files
+from pannier.client import torch_compat
 from pannier.client.loading.torch_metadata import build_metadata
 from pannier.wire.errors import InvalidRequestError
 
@@ -205,3 +214,98 @@ def test_getattr_cannot_be_changed_or_called_otherwise() -> None:
     ):
         with pytest.raises(InvalidRequestError):
             build_metadata(b"\x80\x04" + content + b".", "here")
+
+
+CLASSES = [
+    *((DCP, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch", "float32"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    (DCP, "_MEM_FORMAT_ENCODING"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), CLASSES, ids=lambda part: part)
+def test_no_class_or_function_of_the_trainer_is_changed(module: str, name: str) -> None:
+    """BUILD sets attributes of what it is given: of a class, they would change the whole process."""
+    owner = importlib.import_module(module)
+    before = dict(vars(getattr(owner, name))) if hasattr(getattr(owner, name), "__dict__") else None
+    changed = named(module, name) + b"N}(" + text("__fspath__") + text("evil") + b"u\x86b"
+    for content in (changed, named(module, name) + b"}(" + text("evil") + b"K\x01ub"):
+        with pytest.raises(InvalidRequestError, match="the state of a Named is set"):
+            build_metadata(b"\x80\x04" + content + b".", "here")
+        with pytest.raises(InvalidRequestError, match="the state of a Named is set"):
+            build_metadata(with_planner_data(content), "here")
+    assert before is None or dict(vars(getattr(owner, name))) == before
+
+
+INDEX = MetadataIndex("w", torch.Size([0]))
+INFO = torch_compat.StorageInfo("f", 0, 4)
+CHUNK = ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))
+
+
+def tensor(**fields: Any) -> Any:
+    whole = {"properties": TensorProperties(), "size": torch.Size([1]), "chunks": [CHUNK]}
+    return TensorStorageMetadata(**{**whole, **fields})
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+WRONG_TYPES: dict[str, Any] = {
+    "tensors that are no dict": Metadata([]),  # type: ignore[arg-type]
+    "a tensor that is a text": Metadata({"w": "text"}),  # type: ignore[dict-item]
+    "a key that is a number": Metadata({1: tensor()}),  # type: ignore[dict-item]
+    "chunks that are no list": Metadata({"w": tensor(chunks={})}),
+    "a chunk that is a number": Metadata({"w": tensor(chunks=[1])}),
+    "a size that is a tuple": Metadata({"w": tensor(size=(1,))}),
+    "properties that are missing": Metadata({"w": tensor(properties=None)}),
+    "places that are no dict": Metadata({}, storage_data=[INFO]),
+    "a place under a text": Metadata({}, storage_data={"w": INFO}),
+    "a place that is a text": Metadata({}, storage_data={INDEX: "f"}),
+    "a file's name that is a number": Metadata(
+        {}, storage_data={INDEX: torch_compat.StorageInfo(1, 0, 4)}
+    ),
+    "an offset that is a text": Metadata(
+        {}, storage_data={INDEX: torch_compat.StorageInfo("f", "0", 4)}
+    ),
+    "an offset that is a bool": Metadata(
+        {}, storage_data={INDEX: torch_compat.StorageInfo("f", True, 4)}
+    ),
+    "transforms that are numbers": Metadata(
+        {}, storage_data={INDEX: torch_compat.StorageInfo("f", 0, 4, [1])}
+    ),
+    "a key without a name": Metadata({}, storage_data={MetadataIndex(None): INFO}),
+    "a save's id that is a number": Metadata({}, storage_meta=StorageMeta(save_id=1)),
+    "modules that are a text": Metadata({}, storage_meta=StorageMeta(modules="x")),
+    "a version that is a number": Metadata({}, version=1),  # type: ignore[arg-type]
+    "lists in each other": Metadata({}, planner_data=nested(100)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TYPES)
+def test_a_value_of_another_type_than_dcps_is_refused(what: str) -> None:
+    with pytest.raises(
+        InvalidRequestError, match="here is damaged or not a DCP checkpoint's: it has"
+    ):
+        build_metadata(pickle.dumps(WRONG_TYPES[what]), "here")
+
+
+def test_what_planner_data_refers_to_repeatedly_is_bounded() -> None:
+    shared: Any = ["leaf"]
+    for _ in range(50):
+        shared = [shared, shared]
+    with pytest.raises(InvalidRequestError, match="refers to itself too often"):
+        build_metadata(pickle.dumps(Metadata({}, planner_data=shared)), "here")
+    path = ("a", 0)
+    data = {"a.0": path, "b": [path, {path: {"x"}, "y": frozenset({1})}], "size": torch.Size([2])}
+    assert (
+        build_metadata(pickle.dumps(Metadata({}, planner_data=data)), "here").planner_data == data
+    )

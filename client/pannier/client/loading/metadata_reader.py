@@ -21,6 +21,7 @@ from pannier.client.loading.range_reader import in_parallel
 from pannier.client.loading.torch_metadata import build_metadata
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, StorageError
+from pannier.wire.records import MOST_METADATA
 
 _MOST_REPLACEMENTS: Final = 10
 """After so many commits in a row while ``.metadata`` is read, reading it fails."""
@@ -62,7 +63,7 @@ def fetch_metadata(directory: StorageDir, name: str = object_names.METADATA) -> 
     directory holds instead.
     """
     try:
-        return directory.read(name)
+        return directory.read(name, MOST_METADATA)
     except MissingError as error:
         raise catalog.absence_error(directory, name) from error
 
