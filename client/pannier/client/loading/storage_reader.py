@@ -80,7 +80,7 @@ class StorageReader(storage.StorageReader):
     """Reads a DCP checkpoint from a path or a URL; for ``dcp.load(storage_reader=...)``.
 
     Reads what Pannier, torch's ``FileSystemWriter`` and ``FsspecWriter`` wrote.
-    ``.metadata`` is unpickled with DCP's own classes only. One load at a time.
+    Of ``.metadata`` only DCP's own classes are accepted, and nothing in it is run. One load at a time.
 
     Args:
         path: directory of the checkpoint: a path, or a URL of a scheme that fsspec knows.
