@@ -28,7 +28,7 @@ generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all pytest lint format stubs check-stubs check-words docs demo-xla test-xla test-torch test-frameworks chaos bench pictures tools images lock clean distclean
+.PHONY: help demo test test-all test-store pytest lint format stubs check-stubs check-words docs demo-xla test-xla test-torch test-frameworks chaos bench pictures tools images lock clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,12 @@ FRAMEWORKS_WORKERS ?= 2
 pytest: $(INSTALLED)  ## The tests alone; choose some with ARGS="tests/unit -k cli"
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# Its endpoint and credentials are the environment's: AWS_*, STORAGE_EMULATOR_HOST, PANNIER_STORAGE_OPTIONS.
+test-store: $(INSTALLED)  ## What any store must pass: URL=s3://bucket/prefix, gs:// or file://
+	@test -n "$(URL)" || { echo 'name the store: make test-store URL=s3://bucket/prefix' >&2; exit 2; }
+	STORE_URL='$(URL)' $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+		tests/store tests/unit/storage/test_stores.py $(ARGS)
+
 # Of these, none has to do with torch's version: they run with the newest alone.
 WITHOUT_TORCH := $(addprefix unit/, test_bench.py test_packaging.py cli/* common/* daemon/* sidecar/* storage/* \
 		$(addprefix attempts/test_, damaged_records.py fuzz_records.py late_commits.py listing.py requests_per_save.py) \
@@ -64,7 +70,7 @@ WITHOUT_TORCH := $(addprefix unit/, test_bench.py test_packaging.py cli/* common
 		maintenance/test_retention_policy.py $(addprefix wire/test_, auth_token.py fuzz_names.py object_names.py tls.py)) \
 	$(addprefix integration/test_, command_line.py coexistence.py dashboard.py doctor.py jobs_of_a_sidecar.py json_logs.py \
 		metrics.py page.py page_views.py reflection.py security.py)
-WITH_TORCH = tests/integration tests/unit $(foreach path,$(WITHOUT_TORCH),--ignore-glob='tests/$(path)')
+WITH_TORCH = tests/integration tests/store tests/unit $(foreach path,$(WITHOUT_TORCH),--ignore-glob='tests/$(path)')
 test-xla: $(XLA_INSTALLED)  ## The tests of torch_xla, and the client's with torch 2.9; takes 7 GB
 	$(XLA_BIN)/python -m pytest -o cache_dir=.pytest_cache/xla --numprocesses $(XLA_WORKERS) --dist loadfile --no-loadscope-reorder \
 		$(or $(ARGS),tests/xla $(WITH_TORCH))

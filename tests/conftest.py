@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 # The environment's settings don't reach the tests, but for the scale of all durations and the
 # transport of tests that have no opinion on it; what they set themselves is inherited.
-_KEPT = ("PANNIER_TIME_SCALE", "PANNIER_TRANSPORT")
+_KEPT = ["PANNIER_TIME_SCALE", "PANNIER_TRANSPORT"]
+if os.environ.get("STORE_URL"):
+    # See support.storage.given_store.
+    _KEPT.append("PANNIER_STORAGE_OPTIONS")
 for _name in [name for name in os.environ if name.startswith("PANNIER_")]:
     if _name not in _KEPT:
         del os.environ[_name]

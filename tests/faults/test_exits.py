@@ -34,7 +34,7 @@ client.async_save({"w": torch.ones(3 << 20)}, checkpoint_id=os.environ["ROOT"] +
 
 def committed(root: str, server: GcsServer) -> bool:
     found = pannier("ls", f"{root}/last", env=server.env)
-    return found.code == 0 and "committed" in found.stdout
+    return found.code == 0 and "committed" in found.out
 
 
 def trained(root: str, embedded: Path, server: GcsServer, *prefix: str, **more: str) -> str:

@@ -54,6 +54,12 @@ ROWS = {
         "faults/test_slow_storage.py::test_a_stalled_upload_is_cut_off_and_goes_on",
         "faults/test_slow_storage.py::test_saves_that_pile_up_take_no_more_than_the_spool_and_are_seen",
     ],
+    "parts of a file end together, or an S3 server loses their upload": [
+        "unit/storage/test_multipart_upload.py::test_parts_that_end_together_never_take_a_buffer_that_is_in_use",
+        "unit/storage/test_multipart_upload.py::test_an_upload_that_the_server_has_lost_is_begun_again_from_the_first_part",
+        "unit/storage/test_s3_store.py::test_an_upload_that_s3_loses_or_never_answers_is_made_once_and_leaves_none",
+        "store/test_saves.py::test_what_ranks_save_in_many_parts_is_read_by_plain_dcp_and_by_the_client",
+    ],
     "storage: 401, 403, 404 bucket": [
         "faults/test_failure_table.py::test_storage_that_refuses_ends_the_save_at_once",
         "faults/test_slow_storage.py::test_a_refusal_in_the_middle_reaches_the_handle_with_rank_host_object_and_cause",
@@ -180,6 +186,14 @@ ROWS = {
         "faults/test_exits.py::test_the_last_save_is_committed_before_the_exit_that_ends_a_container",
         "faults/test_exits.py::test_where_daemons_survive_the_exit_says_which_process_uploads_the_last_save",
         "unit/common/test_lifetime.py::test_what_manages_a_cgroup_may_end_them",
+    ],
+    "a sidecar starts on a spool with ranks that belong to another endpoint": [
+        "unit/sidecar/test_recovery.py::test_what_was_to_go_to_another_endpoint_is_left_to_a_sidecar_with_that_one",
+        "unit/sidecar/test_recovery.py::test_nothing_else_is_kept_for_another_endpoint",
+    ],
+    "containers share /dev/shm": [
+        "faults/test_containers.py::test_two_containers_that_share_memory_save_at_the_same_time",
+        "unit/sidecar/test_default_spool.py::test_what_a_killed_sidecar_left_is_found_without_its_runtime_directory",
     ],
     "the decision can't be read or written": [
         "faults/test_failure_table.py::test_a_save_is_in_doubt_while_its_decision_can_not_be_written",

@@ -235,3 +235,47 @@ def test_an_aborted_save_leaves_none(client: Client, tmp_path: Path) -> None:
     with pytest.raises(SaveAbortedError, match="logs is a directory: give the extra file another"):
         handle.result(BOUND_S)
     assert plain(str(place)) == {}
+
+
+@pytest.fixture
+def confined(tmp_path: Path) -> Iterator[Client]:
+    """A client of daemons that may write below ``tmp_path/run`` only."""
+    (tmp_path / "run" / "step-1").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "authorized_keys").write_bytes(b"theirs")
+    with (
+        Daemons(tmp_path, allow=[str(tmp_path / "run")]) as running,
+        Client(load_settings(sidecar=running.sidecar_address, job="confined")) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_extra_file_below_a_link_is_not_written_outside_of_the_allowed_root(
+    confined: Client, tmp_path: Path, there: bool
+) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    (run / "step-1" / "rng").symlink_to(elsewhere)
+    name = "rng/authorized_keys" if there else "rng/other"
+    with pytest.raises(SaveAbortedError, match=f"{name}: a symbolic link is in the way"):
+        confined.save(STATE, checkpoint_id=run / "step-1", extra_files={name: b"mine"})
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == {
+        "authorized_keys": b"theirs"
+    }
+    assert not (run / "step-1" / ".metadata").exists()
+    confined.save(STATE, checkpoint_id=run / "step-2", extra_files={name: b"mine"})
+
+
+def test_a_save_to_a_link_is_refused_with_the_name_of_the_directory(
+    confined: Client, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    confined.save(STATE, checkpoint_id=run / "step-5")
+    before = (run / "step-5" / ".metadata").read_bytes()
+    (run / "latest").symlink_to("step-5")
+    for _ in range(2):
+        # The second time the plan is cached.
+        with pytest.raises(SaveAbortedError, match=f"symbolic link: use .*{run}/step-5"):
+            confined.async_save(STATE, checkpoint_id=run / "latest").result(BOUND_S)
+    assert (run / "step-5" / ".metadata").read_bytes() == before
+    confined.save(STATE, checkpoint_id=run / "step-6")

@@ -26,7 +26,6 @@ from pannier.client.embedded.rendezvous import (
     Rendezvous,
     agree,
     host_info,
-    job_key,
     join,
     launch_id,
 )
@@ -181,7 +180,7 @@ class World:
             if rendezvous is None or self._host_info is None:
                 self.known_daemons = host_daemons(settings)
                 if settings.coordinator is None:
-                    upload_left_spools(settings, job_key(settings))
+                    upload_left_spools(settings)
             else:
                 self.known_daemons = join(settings, rendezvous, self._host_info)
         return self.known_daemons

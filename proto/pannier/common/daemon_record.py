@@ -24,6 +24,8 @@ from pannier.wire.version import WIRE_VERSION, package_version
 Variables = dict[str, str | None]
 """SHA-256 of the values by name, hex. None: set by a flag, which every trainer accepts."""
 
+START_LOCK: Final = "start.lock"
+"""Held by a process that starts the daemons, or removes the files of those that have exited."""
 _FILE: Final = "up.json"
 _SPOOL: Final = "spool.path"
 _DECISIVE: Final = re.compile(

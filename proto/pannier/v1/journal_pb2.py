@@ -28,29 +28,35 @@ from pannier.v1 import save_pb2 as pannier_dot_v1_dot_save__pb2
 from pannier.v1 import sidecar_pb2 as pannier_dot_v1_dot_sidecar__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pannier/v1/journal.proto\x12\npannier.v1\x1a\x15pannier/v1/plan.proto\x1a\x18pannier/v1/records.proto\x1a\x15pannier/v1/save.proto\x1a\x18pannier/v1/sidecar.proto\"\xd0\x03\n\rJournalRecord\x12\x0c\n\x04part\x18\x01 \x01(\x04\x12&\n\x05\x62\x65gun\x18\x02 \x01(\x0b\x32\x15.pannier.v1.PartBegunH\x00\x12(\n\x06opened\x18\x03 \x01(\x0b\x32\x16.pannier.v1.FileOpenedH\x00\x12$\n\x04held\x18\x04 \x01(\x0b\x32\x14.pannier.v1.FileHeldH\x00\x12\'\n\x08ingested\x18\x05 \x01(\x0b\x32\x13.pannier.v1.ReceiptH\x00\x12*\n\x07\x64urable\x18\x06 \x01(\x0b\x32\x17.pannier.v1.FileDurableH\x00\x12+\n\x06stored\x18\x07 \x01(\x0b\x32\x19.pannier.v1.ReceiptStoredH\x00\x12%\n\x06\x66\x61iled\x18\x08 \x01(\x0b\x32\x13.pannier.v1.FailureH\x00\x12&\n\x05\x65nded\x18\t \x01(\x0b\x32\x15.pannier.v1.PartEndedH\x00\x12.\n\tforgotten\x18\n \x01(\x0b\x32\x19.pannier.v1.PartForgottenH\x00\x12.\n\tconfirmed\x18\x0b \x01(\x0b\x32\x19.pannier.v1.PlanConfirmedH\x00\x42\x08\n\x06\x63hange\"\x9f\x02\n\tPartBegun\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x0f\n\x07plan_id\x18\x03 \x01(\t\x12\x0f\n\x07planned\x18\x04 \x01(\x08\x12&\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x17.pannier.v1.PlannedFile\x12*\n\x05\x63laim\x18\x07 \x01(\x0b\x32\x1b.pannier.v1.CachedPlanClaim\x12\x0f\n\x07replica\x18\x08 \x01(\x08\x12\x12\n\ncreated_at\x18\x06 \x01(\x01\x12\x16\n\x0esave_timeout_s\x18\x1e \x01(\x01\x12\x0f\n\x07\x62oot_id\x18\x1f \x01(\t\x12\x13\n\x0b\x62oot_time_s\x18  \x01(\x01\"\\\n\nFileOpened\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x12\n\nspool_file\x18\x03 \x01(\t\x12\r\n\x05stamp\x18\x04 \x01(\x0c\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\"6\n\x08\x46ileHeld\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04held\x18\x02 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"f\n\x0b\x46ileDurable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x06\x63rc32c\x18\x04 \x01(\x07H\x00\x88\x01\x01\x12\x14\n\x0c\x62lock_crc32c\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x42\t\n\x07_crc32c\"\x0f\n\rReceiptStored\"X\n\tPartEnded\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.pannier.v1.SaveState\x12%\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x13.pannier.v1.Failure\"\x0f\n\rPartForgotten\" \n\rPlanConfirmed\x12\x0f\n\x07plan_id\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pannier/v1/journal.proto\x12\npannier.v1\x1a\x15pannier/v1/plan.proto\x1a\x18pannier/v1/records.proto\x1a\x15pannier/v1/save.proto\x1a\x18pannier/v1/sidecar.proto\"\xd0\x03\n\rJournalRecord\x12\x0c\n\x04part\x18\x01 \x01(\x04\x12&\n\x05\x62\x65gun\x18\x02 \x01(\x0b\x32\x15.pannier.v1.PartBegunH\x00\x12(\n\x06opened\x18\x03 \x01(\x0b\x32\x16.pannier.v1.FileOpenedH\x00\x12$\n\x04held\x18\x04 \x01(\x0b\x32\x14.pannier.v1.FileHeldH\x00\x12\'\n\x08ingested\x18\x05 \x01(\x0b\x32\x13.pannier.v1.ReceiptH\x00\x12*\n\x07\x64urable\x18\x06 \x01(\x0b\x32\x17.pannier.v1.FileDurableH\x00\x12+\n\x06stored\x18\x07 \x01(\x0b\x32\x19.pannier.v1.ReceiptStoredH\x00\x12%\n\x06\x66\x61iled\x18\x08 \x01(\x0b\x32\x13.pannier.v1.FailureH\x00\x12&\n\x05\x65nded\x18\t \x01(\x0b\x32\x15.pannier.v1.PartEndedH\x00\x12.\n\tforgotten\x18\n \x01(\x0b\x32\x19.pannier.v1.PartForgottenH\x00\x12.\n\tconfirmed\x18\x0b \x01(\x0b\x32\x19.pannier.v1.PlanConfirmedH\x00\x42\x08\n\x06\x63hange\"\xcd\x02\n\tPartBegun\x12(\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x17.pannier.v1.SaveContext\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x0f\n\x07plan_id\x18\x03 \x01(\t\x12\x0f\n\x07planned\x18\x04 \x01(\x08\x12&\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x17.pannier.v1.PlannedFile\x12*\n\x05\x63laim\x18\x07 \x01(\x0b\x32\x1b.pannier.v1.CachedPlanClaim\x12\x0f\n\x07replica\x18\x08 \x01(\x08\x12\x12\n\ncreated_at\x18\x06 \x01(\x01\x12\x16\n\x0esave_timeout_s\x18\x1e \x01(\x01\x12\x0f\n\x07\x62oot_id\x18\x1f \x01(\t\x12\x13\n\x0b\x62oot_time_s\x18  \x01(\x01\x12,\n\x07storage\x18! \x01(\x0b\x32\x1b.pannier.v1.StorageSettings\"y\n\x0fStorageSettings\x12\x37\n\x06hashes\x18\x01 \x03(\x0b\x32\'.pannier.v1.StorageSettings.HashesEntry\x1a-\n\x0bHashesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\\\n\nFileOpened\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x12\n\nspool_file\x18\x03 \x01(\t\x12\r\n\x05stamp\x18\x04 \x01(\x0c\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\"6\n\x08\x46ileHeld\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04held\x18\x02 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"f\n\x0b\x46ileDurable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x06\x63rc32c\x18\x04 \x01(\x07H\x00\x88\x01\x01\x12\x14\n\x0c\x62lock_crc32c\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x42\t\n\x07_crc32c\"\x0f\n\rReceiptStored\"X\n\tPartEnded\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.pannier.v1.SaveState\x12%\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x13.pannier.v1.Failure\"\x0f\n\rPartForgotten\" \n\rPlanConfirmed\x12\x0f\n\x07plan_id\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pannier.v1.journal_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_STORAGESETTINGS_HASHESENTRY']._loaded_options = None
+  _globals['_STORAGESETTINGS_HASHESENTRY']._serialized_options = b'8\001'
   _globals['_JOURNALRECORD']._serialized_start=139
   _globals['_JOURNALRECORD']._serialized_end=603
   _globals['_PARTBEGUN']._serialized_start=606
-  _globals['_PARTBEGUN']._serialized_end=893
-  _globals['_FILEOPENED']._serialized_start=895
-  _globals['_FILEOPENED']._serialized_end=987
-  _globals['_FILEHELD']._serialized_start=989
-  _globals['_FILEHELD']._serialized_end=1043
-  _globals['_FILEDURABLE']._serialized_start=1045
-  _globals['_FILEDURABLE']._serialized_end=1147
-  _globals['_RECEIPTSTORED']._serialized_start=1149
-  _globals['_RECEIPTSTORED']._serialized_end=1164
-  _globals['_PARTENDED']._serialized_start=1166
-  _globals['_PARTENDED']._serialized_end=1254
-  _globals['_PARTFORGOTTEN']._serialized_start=1256
-  _globals['_PARTFORGOTTEN']._serialized_end=1271
-  _globals['_PLANCONFIRMED']._serialized_start=1273
-  _globals['_PLANCONFIRMED']._serialized_end=1305
+  _globals['_PARTBEGUN']._serialized_end=939
+  _globals['_STORAGESETTINGS']._serialized_start=941
+  _globals['_STORAGESETTINGS']._serialized_end=1062
+  _globals['_STORAGESETTINGS_HASHESENTRY']._serialized_start=1017
+  _globals['_STORAGESETTINGS_HASHESENTRY']._serialized_end=1062
+  _globals['_FILEOPENED']._serialized_start=1064
+  _globals['_FILEOPENED']._serialized_end=1156
+  _globals['_FILEHELD']._serialized_start=1158
+  _globals['_FILEHELD']._serialized_end=1212
+  _globals['_FILEDURABLE']._serialized_start=1214
+  _globals['_FILEDURABLE']._serialized_end=1316
+  _globals['_RECEIPTSTORED']._serialized_start=1318
+  _globals['_RECEIPTSTORED']._serialized_end=1333
+  _globals['_PARTENDED']._serialized_start=1335
+  _globals['_PARTENDED']._serialized_end=1423
+  _globals['_PARTFORGOTTEN']._serialized_start=1425
+  _globals['_PARTFORGOTTEN']._serialized_end=1440
+  _globals['_PLANCONFIRMED']._serialized_start=1442
+  _globals['_PLANCONFIRMED']._serialized_end=1474
 # @@protoc_insertion_point(module_scope)

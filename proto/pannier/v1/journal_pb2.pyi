@@ -37,7 +37,7 @@ class JournalRecord(_message.Message):
     def __init__(self, part: _Optional[int] = ..., begun: _Optional[_Union[PartBegun, _Mapping]] = ..., opened: _Optional[_Union[FileOpened, _Mapping]] = ..., held: _Optional[_Union[FileHeld, _Mapping]] = ..., ingested: _Optional[_Union[_records_pb2.Receipt, _Mapping]] = ..., durable: _Optional[_Union[FileDurable, _Mapping]] = ..., stored: _Optional[_Union[ReceiptStored, _Mapping]] = ..., failed: _Optional[_Union[_save_pb2.Failure, _Mapping]] = ..., ended: _Optional[_Union[PartEnded, _Mapping]] = ..., forgotten: _Optional[_Union[PartForgotten, _Mapping]] = ..., confirmed: _Optional[_Union[PlanConfirmed, _Mapping]] = ...) -> None: ...
 
 class PartBegun(_message.Message):
-    __slots__ = ("context", "attempt", "plan_id", "planned", "files", "claim", "replica", "created_at", "save_timeout_s", "boot_id", "boot_time_s")
+    __slots__ = ("context", "attempt", "plan_id", "planned", "files", "claim", "replica", "created_at", "save_timeout_s", "boot_id", "boot_time_s", "storage")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class PartBegun(_message.Message):
     SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
     context: _sidecar_pb2.SaveContext
     attempt: str
     plan_id: str
@@ -60,7 +61,21 @@ class PartBegun(_message.Message):
     save_timeout_s: float
     boot_id: str
     boot_time_s: float
-    def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., planned: bool = ..., files: _Optional[_Iterable[_Union[_plan_pb2.PlannedFile, _Mapping]]] = ..., claim: _Optional[_Union[_sidecar_pb2.CachedPlanClaim, _Mapping]] = ..., replica: bool = ..., created_at: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., boot_id: _Optional[str] = ..., boot_time_s: _Optional[float] = ...) -> None: ...
+    storage: StorageSettings
+    def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., planned: bool = ..., files: _Optional[_Iterable[_Union[_plan_pb2.PlannedFile, _Mapping]]] = ..., claim: _Optional[_Union[_sidecar_pb2.CachedPlanClaim, _Mapping]] = ..., replica: bool = ..., created_at: _Optional[float] = ..., save_timeout_s: _Optional[float] = ..., boot_id: _Optional[str] = ..., boot_time_s: _Optional[float] = ..., storage: _Optional[_Union[StorageSettings, _Mapping]] = ...) -> None: ...
+
+class StorageSettings(_message.Message):
+    __slots__ = ("hashes",)
+    class HashesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    hashes: _containers.ScalarMap[str, str]
+    def __init__(self, hashes: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class FileOpened(_message.Message):
     __slots__ = ("name", "size", "spool_file", "stamp", "boot_id")

@@ -120,20 +120,26 @@ _JOBS: Final = "job-"
 """Prefix of the runtime directories of jobs on several hosts, below the usual one."""
 
 
-def job_dir(directory: Path, job: str, meeting: str, host: str) -> Path:
+def job_dir(directory: Path, job: str, meeting: str, place: str) -> Path:
     """Runtime directory, below the usual one, of the daemons of a job on several hosts.
 
     Args:
         job: text that stays the same when the job is restarted.
         meeting: name of one start, without ``-``.
-        host: name of this host; hosts may share the file system of the usual directory.
+        place: id of this host's usual directory; hosts may share its file system. Not the host's name,
+            which may change.
     """
-    return directory / f"{_JOBS}{_hash(job)}-{meeting}-{_hash(host)}"
+    return directory / f"{_JOBS}{_hash(job)}-{meeting}-{_hash(place)}"
 
 
-def job_dirs(directory: Path, job: str | None = None, host: str | None = None) -> list[Path]:
-    """The existing directories of :func:`job_dir` (of one job, of one host), oldest first."""
-    pattern = f"{_JOBS}{_hash(job) if job else '*'}-*-{_hash(host) if host else '*'}"
+def is_job_dir(directory: Path) -> bool:
+    """Whether it is one of :func:`job_dir`; its name is no other start's, on any host."""
+    return directory.name.startswith(_JOBS)
+
+
+def job_dirs(directory: Path, job: str | None = None) -> list[Path]:
+    """The existing directories of :func:`job_dir` (of one job), oldest first; of all hosts that share them."""
+    pattern = f"{_JOBS}{_hash(job) if job else '*'}-*-*"
     found = [path for path in directory.glob(pattern) if path.is_dir()]
     return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
 

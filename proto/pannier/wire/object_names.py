@@ -8,7 +8,7 @@ import hashlib
 import posixpath
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -289,6 +289,15 @@ def superseded_mark(attempt: str) -> str:
 def removal_mark(attempt: str) -> str:
     """Mark: the attempt's checkpoint is being removed and must not be installed again."""
     return f"{_PRIVATE}/{attempt}/removal"
+
+
+def is_remains(attempt: str, keys: Collection[str]) -> bool:
+    """Whether marks are all that is left of an attempt.
+
+    It was removed: marks are written after its decision, and what removes an attempt may have gone on while
+    another process wrote one. Of a save in progress there is no mark.
+    """
+    return bool(keys) and {*keys} <= {superseded_mark(attempt), removal_mark(attempt)}
 
 
 def leases_prefix() -> str:

@@ -180,8 +180,12 @@ async def _classify(store: Store, name: str, directory: _Directory) -> Checkpoin
         except NotFoundError:
             # The removal of a checkpoint begins with its .metadata.
             directory = await _without_metadata(store, name, directory)
-            if not directory.records:
-                return None
+    for attempt, records in list(directory.records.items()):
+        keys = [posixpath.relpath(info.key, name or ".") for info in records]
+        if object_names.is_remains(attempt, keys):
+            del directory.records[attempt]
+    if not directory.records:
+        return None
     decisions = (await read_decisions(store, directory.all_records())).known
     newest = max(directory.records, key=object_names.Attempt.parse)
     aborted = all(

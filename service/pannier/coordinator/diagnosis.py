@@ -46,7 +46,9 @@ class CoordinatorDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         yield doctor_checks.check_state(draining=self._draining())
 
     async def _check_restore(self, root: str, timeout_s: float) -> diagnosis_pb2.Check:
-        return await check_restore(root, self._config.storage_options, timeout_s, self._holders)
+        return await check_restore(
+            root, self._config.storage_options, timeout_s, self._holders, allow=self._config.allow
+        )
 
     def _holders(self, attempt: str) -> list[Holder]:
         """Holders of the attempt's files, by host; one without ``--peers`` serves only its own ranks."""

@@ -10,8 +10,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from pannier.common import timeouts
+from pannier.common.locations import parse
 from pannier.coordinator.incarnations import Claim, Incarnations
-from pannier.storage import Store, check_allowed, check_shared, open_store
+from pannier.storage import (
+    Store,
+    check_allowed,
+    check_allowed_in_time,
+    check_shared,
+    open_store,
+)
 from pannier.storage.base import Retried, limited, retry_callback
 from pannier.v1 import sidecar_pb2
 from pannier.wire import object_names
@@ -64,7 +71,7 @@ class _Shared(Generic[_Answer]):
 
 
 class Stores:
-    """Opens stores below the allowed roots."""
+    """Opens stores, whose accesses all stay below the allowed roots."""
 
     def __init__(
         self, *, allow: Sequence[str] = (), storage_options: Mapping[str, Any] | None = None
@@ -77,19 +84,23 @@ class Stores:
         """By root."""
 
     def check(self, checkpoint_id: str) -> None:
-        """Raises InvalidRequestError or ConfigurationError unless a save may go there, by its name."""
+        """Raises InvalidRequestError or ConfigurationError unless a save may go there, by its name.
+
+        Where a local one leads is checked by :meth:`contact`, and by its store: a file system may not respond.
+        """
         object_names.split_checkpoint_id(checkpoint_id)
         check_shared(checkpoint_id)
-        check_allowed(checkpoint_id, self._allow)
+        if parse(checkpoint_id).scheme != "file":
+            check_allowed(checkpoint_id, self._allow)
 
     def open(self, checkpoint_id: str) -> Store:
         """The store of one checkpoint; the caller closes it. Raises as :meth:`check`."""
         self.check(checkpoint_id)
-        return open_store(checkpoint_id, storage_options=self._options)
+        return self.open_root(checkpoint_id)
 
     def open_root(self, root: str) -> Store:
         """The store of a root or a checkpoint below it that passed :meth:`check`; the caller closes it."""
-        return open_store(root, storage_options=self._options)
+        return open_store(root, storage_options=self._options, allow=self._allow)
 
     async def attempt(self, context: sidecar_pb2.SaveContext) -> object_names.Attempt:
         """The save's attempt, which orders it among others; probes the root at its first use.
@@ -117,7 +128,7 @@ class Stores:
 
     async def find_attempt(self, context: sidecar_pb2.SaveContext) -> object_names.Attempt | None:
         """The save's attempt, or None if its incarnation has no number. Raises as :meth:`contact`."""
-        check_allowed(context.checkpoint_id, self._allow)
+        await check_allowed_in_time(context.checkpoint_id, self._allow)
         save, (root, _) = context.save, object_names.split_checkpoint_id(context.checkpoint_id)
         claim = _claim(context)
         number = await self._ask(root, lambda known, store: known.find(store, claim))
@@ -131,12 +142,13 @@ class Stores:
         """Probes the root at its first use.
 
         Raises:
-            InvalidRequestError, ConfigurationError: it is not below an allowed root; nothing is written
-                there.
+            InvalidRequestError, ConfigurationError: it is not below an allowed root, or is a symbolic link;
+                nothing is written there.
             StorageError: with the provider's message.
+            UnavailableError: its file system doesn't respond.
         """
         # A resumed save may have been planned by an earlier process, whose roots were others.
-        check_allowed(context.checkpoint_id, self._allow)
+        await check_allowed_in_time(context.checkpoint_id, self._allow, for_save=True)
         root, _ = object_names.split_checkpoint_id(context.checkpoint_id)
         await _once(self._probes, root, lambda: self._probe(root))
 

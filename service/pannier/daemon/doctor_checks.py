@@ -17,12 +17,17 @@ from pannier.common.deadline import within
 from pannier.storage import (
     DeniedError,
     NotFoundError,
-    check_allowed,
+    check_allowed_in_time,
     check_shared,
     open_store,
 )
 from pannier.v1 import diagnosis_pb2
-from pannier.wire.errors import ConfigurationError, InvalidRequestError, PannierError
+from pannier.wire.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    PannierError,
+    UnavailableError,
+)
 from pannier.wire.version import WIRE_VERSION, package_version
 
 NAME: Final = "pannier.v1.Diagnosis"
@@ -90,8 +95,8 @@ async def check_target(
     """Creates, lists, replaces, reads and removes an object below ``root``."""
     begun = time.monotonic()
     try:
-        _check_root(root, allow)
-        store = open_store(root, storage_options=storage_options, deadline_s=timeout_s)
+        await _check_root(root, allow)
+        store = open_store(root, storage_options=storage_options, deadline_s=timeout_s, allow=allow)
         try:
             await within(timeout_s, store.probe())
         finally:
@@ -122,11 +127,11 @@ async def check_target(
     return ok("target", f"{root}: written, replaced, read, listed and removed in {took:.1f} s")
 
 
-def is_allowed(root: str, allow: Sequence[str]) -> bool:
+async def is_allowed(root: str, allow: Sequence[str]) -> bool:
     """Whether checkpoints may be written below ``root``."""
     try:
-        _check_root(root, allow)
-    except InvalidRequestError:
+        await _check_root(root, allow)
+    except (InvalidRequestError, UnavailableError):
         return False
     return True
 
@@ -185,10 +190,10 @@ def file_system(path: Path) -> str:
     return kind
 
 
-def _check_root(root: str, allow: Sequence[str]) -> None:
+async def _check_root(root: str, allow: Sequence[str]) -> None:
     check_shared(root)
     # A checkpoint's own id lies below its root, which may be the allowed one itself.
-    check_allowed(f"{root.rstrip('/')}/checkpoint", allow)
+    await check_allowed_in_time(f"{root.rstrip('/')}/checkpoint", allow)
 
 
 def _gib(count: int) -> str:

@@ -17,7 +17,6 @@ A process that dies halfway leaves marks; run it again to finish. Async.
 """
 
 import json
-import os
 import posixpath
 import uuid
 from collections.abc import Collection, Iterable
@@ -29,7 +28,6 @@ from pannier.attempts.delete_attempt import find_planned, find_uploads, remove_e
 from pannier.attempts.leases import Lease, find_leases
 from pannier.attempts.metadata_swap import settle_copies, stat_metadata
 from pannier.common.fault_points import point
-from pannier.common.locations import parse
 from pannier.maintenance.inspect import View, find_needed, view
 from pannier.storage import ConflictError, HeldError, NotFoundError, ObjectInfo, StorageError, Store
 from pannier.storage.local.atomic_file import HIDDEN
@@ -55,7 +53,7 @@ class RemovalPlan:
 
     seen: View
     attempts: list[str]
-    """Decided ones, the newest last."""
+    """Decided ones, the newest last, and remains of removed ones."""
     undecided: list[str]
     """Not removed: a save may be in progress."""
     leases: list[Lease]
@@ -64,7 +62,11 @@ class RemovalPlan:
     def commits(self) -> list[str]:
         """The committed ones of ``attempts``."""
         known = self.seen.decisions.known
-        return [name for name in self.attempts if known[name].outcome == records_pb2.OUTCOME_COMMIT]
+        return [
+            name
+            for name in self.attempts
+            if name in known and known[name].outcome == records_pb2.OUTCOME_COMMIT
+        ]
 
     @property
     def pending(self) -> list[str]:
@@ -125,14 +127,14 @@ async def plan_removal(store: Store) -> RemovalPlan:
             f"{store.url}/{object_names.METADATA} is under a hold ({seen.metadata.hold}) and can't be "
             "removed: release it first"
         )
-    known = seen.decisions.known
-    leases = await find_leases(store)
-    return RemovalPlan(
-        seen,
-        [attempt for attempt in seen.attempts if attempt in known],
-        [attempt for attempt in seen.attempts if attempt not in known],
-        leases,
-    )
+    undecided = [
+        attempt
+        for attempt, objects in seen.attempts.items()
+        if attempt not in seen.decisions.known
+        and not object_names.is_remains(attempt, {info.key for info in objects})
+    ]
+    attempts = [attempt for attempt in seen.attempts if attempt not in undecided]
+    return RemovalPlan(seen, attempts, undecided, await find_leases(store))
 
 
 async def remove_checkpoint(store: Store, plan: RemovalPlan, *, host: str) -> RemovedObjects:
@@ -201,14 +203,6 @@ async def remove_files(store: Store, plan: RemovalPlan) -> RemovedObjects:
     await _discard(store, plan.attempts, planned)
     await _remove_delayed(store, plan)
     return removed
-
-
-def remove_directory(checkpoint_id: str) -> None:
-    """On a local file system: removes the checkpoint's directory if it is empty."""
-    location = parse(checkpoint_id)
-    if location.scheme == "file":
-        with suppress(OSError):
-            os.rmdir(location.path)
 
 
 async def remove_numbering(parent: Store, attempt: str) -> None:
@@ -300,7 +294,7 @@ async def _write_mark(store: Store, key: str, marks: _Marks) -> None:
 def _may_be_taken_back(mark: bytes) -> bool:
     try:
         found = json.loads(mark)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and found.get("reason") == _RETENTION
 
@@ -370,7 +364,8 @@ def name_readers(leases: Iterable[Lease]) -> str:
 async def _remove_delayed(store: Store, plan: RemovalPlan) -> None:
     """Removes what a stopped coordinator wrote after the removal: ``.metadata``, copies of extra files."""
     info, checksum = await stat_metadata(store)
-    decisions = {attempt: plan.seen.decisions.known[attempt] for attempt in plan.attempts}
+    known = plan.seen.decisions.known
+    decisions = {attempt: known[attempt] for attempt in plan.attempts if attempt in known}
     if info is not None and match(decisions, info.size, checksum) is not None:
         await store.delete(object_names.METADATA, generation=info.generation)
     if commits := [each for each in decisions.values() if each.extra_files]:

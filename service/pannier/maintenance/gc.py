@@ -219,8 +219,11 @@ class _Sweeper:
             await self._remove(attempt, objects, Reason.ABORTED)
 
     async def _sweep_undecided(self, attempt: str) -> None:
-        self.report.undecided.add(attempt)
         objects = self.seen.attempts[attempt]
+        if object_names.is_remains(attempt, {info.key for info in objects}):
+            await self._remove(attempt, objects, Reason.REMOVED)
+            return
+        self.report.undecided.add(attempt)
         idle_s = max(0.0, self.now - max(info.modified for info in objects))
         if idle_s < self.rules.abandoned_after_s:
             self._keep(

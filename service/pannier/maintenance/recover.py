@@ -222,6 +222,8 @@ async def diagnose_attempt(
             else standing >= object_names.Attempt.parse(attempt)
         )
         return None if ended else Interrupted(attempt, Found.COMMIT, modified=modified)
+    if object_names.is_remains(attempt, {info.key for info in items}):
+        return None
     manifest = await read_manifest(store, attempt, ManifestRecord)
     if manifest is None:
         return Interrupted(attempt, Found.UNDECIDED, planned=False, modified=modified)

@@ -40,11 +40,16 @@ Holders = Callable[[str], Sequence[Holder]]
 
 
 async def check_restore(
-    root: str, storage_options: Mapping[str, Any], timeout_s: float, holders: Holders
+    root: str,
+    storage_options: Mapping[str, Any],
+    timeout_s: float,
+    holders: Holders,
+    *,
+    allow: Sequence[str] = (),
 ) -> Check:
     """The check; storage that can't be read is a warning."""
     try:
-        store = open_store(root, storage_options=storage_options, deadline_s=timeout_s)
+        store = open_store(root, storage_options=storage_options, deadline_s=timeout_s, allow=allow)
         try:
             return await within(timeout_s, _check(store, root, holders))
         finally:

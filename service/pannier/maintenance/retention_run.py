@@ -7,13 +7,12 @@ kept until the next run. The result is recorded beside the checkpoints before th
 the rest of a checkpoint whose ``.metadata`` was removed.
 """
 
-import json
 import logging
 import posixpath
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from pannier.attempts.leases import store_time
 from pannier.attempts.listing import Checkpoint, CheckpointState, list_checkpoints
@@ -22,7 +21,6 @@ from pannier.maintenance.delete_checkpoint import (
     RemovalPlan,
     name_readers,
     plan_removal,
-    remove_directory,
     remove_files,
     remove_metadata,
     remove_numbering,
@@ -32,6 +30,7 @@ from pannier.storage import ConflictError, NotFoundError, StorageError, Store
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, PannierError
 from pannier.wire.records import MOST_RECORD
+from pannier.wire.retention_record import RemovedCheckpoint, RetentionRecord
 
 _log = logging.getLogger(__name__)
 
@@ -173,14 +172,14 @@ class _Removal:
             if self.plan.seen.metadata is not None:
                 await remove_metadata(store, self.plan, host=host, spare_at=self.now)
             outcome = await self._remove_files(store, self.plan)
+            await store.remove_directory()
         except InUseError as error:
             return self._spared(str(error))
         except PannierError as error:
             return self._failed(error)
         finally:
             await store.close()
-        remove_directory(self._url)
-        await self._remove_parent()
+        await self._remove_parents()
         return outcome
 
     async def _remove_files(self, store: Store, plan: RemovalPlan) -> Outcome:
@@ -200,22 +199,19 @@ class _Removal:
             return Outcome(self.checkpoint, (), error=_as_refusal(error))
         return Outcome(self.checkpoint, (), sum(info.size for info in removed.objects))
 
-    async def _remove_parent(self) -> None:
+    async def _remove_parents(self) -> None:
         """Removes the directories between the root and the checkpoint that have nothing else."""
-        above = posixpath.dirname(self.checkpoint.name)
-        if not above:
-            return
         assert self.checkpoint.attempt is not None
-        parent = self.open_store(posixpath.join(self.root, above))
-        try:
-            await remove_numbering(parent, self.checkpoint.attempt)
-        except PannierError as error:
-            _log.warning("what is left of %s could not be removed: %s", parent.url, error)
-        finally:
-            await parent.close()
-        while above:
-            remove_directory(posixpath.join(self.root, above))
-            above = posixpath.dirname(above)
+        above = self.checkpoint.name
+        while above := posixpath.dirname(above):
+            parent = self.open_store(posixpath.join(self.root, above))
+            try:
+                await remove_numbering(parent, self.checkpoint.attempt)
+                await parent.remove_directory()
+            except PannierError as error:
+                _log.warning("what is left of %s could not be removed: %s", parent.url, error)
+            finally:
+                await parent.close()
 
     @property
     def _url(self) -> str:
@@ -252,41 +248,47 @@ async def _find_unfinished(
 
 
 async def _record(store: Store, policy: Policy, job: str, outcomes: list[Outcome]) -> None:
-    """Records the result for listings of the root, in place of the last run's."""
+    """Records the result for listings of the root, in place of the last run's.
+
+    A report: what can't be read of the last one is dropped, and one that can't be written holds up no removal.
+    """
     key = object_names.retention_record()
-    info = await store.stat(key)
-    known = await read_record(store) if info is not None else {}
+    try:
+        info = await store.stat(key)
+        known = await read_record(store)
+        await store.replace(
+            key,
+            _updated(known, policy, job, outcomes).serialize(),
+            expected=info.generation if info is not None else None,
+        )
+    except ConflictError:
+        _log.info("%s/%s was written by another coordinator meanwhile", store.url, key)
+    except StorageError as error:
+        _log.warning("what retention keeps and removes can't be recorded: %s", error)
+
+
+def _updated(
+    known: RetentionRecord, policy: Policy, job: str, outcomes: list[Outcome]
+) -> RetentionRecord:
     at = time.time()
     removed = [
-        {"name": each.checkpoint.name, "job": job, "bytes": each.removed, "time": at}
+        RemovedCheckpoint(each.checkpoint.name, job, each.removed, at)
         for each in outcomes
         if not each.reasons
     ]
-    jobs = known.get("kept", {})
-    jobs[job] = {each.checkpoint.name: each.reasons for each in outcomes if each.reasons}
+    kept = {each.checkpoint.name: each.reasons for each in outcomes if each.reasons}
     # The checkpoint of an earlier entry may have been kept in the end, or saved again.
     names = {each.checkpoint.name for each in outcomes}
-    former = [
-        each
-        for each in known.get("removed", [])
-        if each.get("job") != job or each.get("name") not in names
-    ]
-    record = {
-        "kept": jobs,
-        "removed": [*former, *removed][-_RECORDED:],
-        "pattern": policy.pattern.text,
-    }
-    data = json.dumps(record, indent=1).encode()
-    try:
-        await store.replace(key, data, expected=info.generation if info is not None else None)
-    except ConflictError:
-        _log.info("%s/%s was written by another coordinator meanwhile", store.url, key)
+    former = [each for each in known.removed if each.job != job or each.name not in names]
+    return RetentionRecord(
+        {**known.kept, job: kept}, [*former, *removed][-_RECORDED:], policy.pattern.text
+    )
 
 
-async def read_record(store: Store) -> dict[str, Any]:
-    """Result of the last run: "kept" (reasons by job and name), "removed", "pattern"; empty without one."""
+async def read_record(store: Store) -> RetentionRecord:
+    """Result of the last run; empty without one. Raises StorageError."""
     try:
-        found = json.loads(await store.read_whole(object_names.retention_record(), MOST_RECORD))
-    except (NotFoundError, ValueError, IntegrityError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        content = await store.read_whole(object_names.retention_record(), MOST_RECORD)
+        return RetentionRecord.parse(content)
+    except (NotFoundError, IntegrityError):
+        return RetentionRecord()

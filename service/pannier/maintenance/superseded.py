@@ -76,6 +76,10 @@ async def sweep_superseded(
             left = grace_s
         else:
             marked = mark or await _mark(store, seen, attempt)
+            if mark is None and await store.stat(object_names.decision(attempt)) is None:
+                # `pannier rm` has removed it since the listing, and would have removed the mark.
+                await store.delete(object_names.superseded_mark(attempt))
+                continue
             commit = seen.decisions.known[attempt]
             if mark is None and commit.extra_files:
                 # The newer commit has removed the copies of extra files, unless its process died just then.

@@ -27,9 +27,9 @@ class SidecarConfig(DaemonSettings):
     coordinator: str = ""
     """Address of the job's coordinator: ``unix:///path`` or ``host:port``; may be missing where all
     ``jobs`` name their own."""
-    spool: Path
+    spool: Path | None = None
     """Directory that holds data files until they are in storage; made with mode 0700. With ``jobs``: each
-    job has a directory below it."""
+    job has a directory below it. None: see :mod:`pannier.sidecar.spool.default_spool`."""
     jobs: Path | None = None
     """Directory with one settings file per job. Each job gets a sidecar process, and tokens that its calls
     must carry. None: one sidecar, without tokens."""
@@ -78,8 +78,13 @@ class SidecarConfig(DaemonSettings):
             parse_address(self.coordinator, setting="--coordinator")
         if self.jobs is not None:
             self._check_jobs()
-        if not os.path.isabs(self.spool):
+        if self.spool is not None:
             object.__setattr__(self, "spool", Path(os.path.abspath(self.spool)))
+        elif self.jobs is not None or not is_unix(self.address):
+            raise ConfigurationError(
+                f"--spool (PANNIER_SPOOL) is missing: only a sidecar of one job that serves a socket has a "
+                f"default, and {'--jobs is given' if self.jobs else f'--address is {self.address}'}"
+            )
         if self.spool_budget is not None and self.spool_budget < 1:
             raise ConfigurationError(f"--spool-budget {self.spool_budget} is not positive")
         if self.memory < _LEAST_MEMORY:
@@ -102,6 +107,17 @@ class SidecarConfig(DaemonSettings):
         for setting, value in (("--idle-exit", self.idle_exit_s), ("--grace", self.grace_s)):
             if value is not None and not value > 0:
                 raise ConfigurationError(f"{setting} {value} is not a positive number of seconds")
+
+    @property
+    def jobs_spool(self) -> Path:
+        """The directory of the jobs' spools, with ``jobs``."""
+        assert self.spool is not None
+        return self.spool
+
+    @property
+    def runtime_dir(self) -> Path:
+        """The directory of the socket at ``address``."""
+        return Path(self.address.removeprefix("unix://")).parent
 
     def _check_uploads(self) -> None:
         if not self.upload_threads:

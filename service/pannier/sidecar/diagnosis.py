@@ -95,7 +95,9 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
                 if each.attempt == attempt
             ]
 
-        return await check_restore(root, self._config.storage_options, timeout_s, holders)
+        return await check_restore(
+            root, self._config.storage_options, timeout_s, holders, allow=self._config.allow
+        )
 
     def _check_spool(self) -> diagnosis_pb2.Check:
         spool = self._spool
@@ -119,7 +121,7 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
     ) -> diagnosis_pb2.DiagnoseResponse | PannierError:
         forwarded = diagnosis_pb2.DiagnoseRequest(timeout_s=request.timeout_s)
         # Otherwise the caller could have the coordinator write where this sidecar may not.
-        if not self._confined or doctor_checks.is_allowed(request.root, self._config.allow):
+        if not self._confined or await doctor_checks.is_allowed(request.root, self._config.allow):
             forwarded.root = request.root
         try:
             return await self._coordinator.diagnose(

@@ -6,6 +6,7 @@ calls of the file system that may block run in threads (:mod:`pannier.storage.io
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from contextlib import AsyncExitStack
@@ -15,6 +16,7 @@ from typing import Final
 import grpc
 
 from pannier.common import timeouts
+from pannier.common.daemon_record import storage_variables
 from pannier.common.deadline import within
 from pannier.daemon import doctor_checks
 from pannier.daemon.health_server import serve_health
@@ -43,6 +45,7 @@ from pannier.sidecar.rpc import restore_servicer, servicer
 from pannier.sidecar.rpc.connections import Connections, Watches, welcome
 from pannier.sidecar.rpc.peer_listener import peer_fields, serving_peers
 from pannier.sidecar.save_registry import SaveRegistry
+from pannier.sidecar.spool.default_spool import open_default
 from pannier.sidecar.spool.journal_state import JournalState
 from pannier.sidecar.spool.mapped_files import MappedFiles
 from pannier.sidecar.spool.recovery import recover
@@ -133,7 +136,7 @@ class Sidecar:
                 if self.auth is not None and self.auth.leaving and not self.saves.undecided():
                     return
                 if self.spool_removed:
-                    _log.error("the spool %s was removed: exiting", self.config.spool)
+                    _log.error("the spool %s was removed: exiting", self.spool.directory)
                     return
                 if ticking.done():
                     ticking.result()
@@ -240,9 +243,14 @@ class Sidecar:
 
     async def _start(self, stack: AsyncExitStack) -> None:
         config = self.config
-        self.spool = await asyncio.to_thread(Spool, config.spool, config.spool_budget)
+        if config.spool is None:
+            opening = partial(open_default, config.runtime_dir)
+        else:
+            opening = partial(Spool, config.spool)
+        self.spool = await asyncio.to_thread(opening, config.spool_budget)
         stack.push_async_callback(self._close_spool)
-        self._journal = await asyncio.to_thread(JournalState, config.spool)
+        storage = storage_variables(os.environ, config.storage_options)
+        self._journal = await asyncio.to_thread(JournalState, self.spool.directory, storage)
         self.spool.overhead = self._journal.space
         stack.push_async_callback(self._close_journal)
         # Before recovery, which may take long: a probe then gets "alive, not ready".

@@ -26,7 +26,7 @@ from pannier.storage.base import (
 from pannier.storage.local.store import LocalStore
 from pannier.storage.memory import MemoryStore
 from pannier.storage.upload_threads import UploadThreads, default_threads
-from pannier.storage.url import check_allowed, check_allowed_in_time, check_shared
+from pannier.storage.url import check_allowed, check_allowed_in_time, check_no_link, check_shared
 from pannier.wire.errors import ConfigurationError
 
 
@@ -47,7 +47,7 @@ def open_store(
             ``endpoint_url``); the others take none.
         upload_threads: the threads that read and send data files.
         deadline_s: seconds after which an operation, or an upload without progress, fails.
-        allow: roots that a local file must lie below to be read, wherever symbolic links lead; empty:
+        allow: roots that a local directory must lie below, or be, wherever symbolic links lead; empty:
             anywhere.
 
     Raises:
@@ -120,6 +120,7 @@ __all__ = [
     "Unfinished",
     "check_allowed",
     "check_allowed_in_time",
+    "check_no_link",
     "check_shared",
     "import_store",
     "is_imported",

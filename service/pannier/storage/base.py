@@ -291,6 +291,10 @@ class Store(ABC):
         """Removes an unfinished upload, which fails if it is running. No error when it doesn't exist."""
         raise NotImplementedError(f"{self.url} keeps nothing unfinished")
 
+    async def remove_directory(self) -> bool:
+        """Whether the directory itself was removed: it was empty, and the store has real ones."""
+        return False
+
     async def probe(self) -> None:
         """Checks that the directory can be written and that preconditions of writes are honoured.
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from pannier.common import timeouts
 from pannier.common.locations import Location, parse
+from pannier.storage.base import DeniedError
 from pannier.storage.io_threads import HungError, threads_of
 from pannier.wire.errors import InvalidRequestError, UnavailableError
 
@@ -41,32 +42,57 @@ def check_allowed(checkpoint_id: str, allowed: Sequence[str]) -> None:
         )
 
 
-async def check_allowed_in_time(checkpoint_id: str, allowed: Sequence[str]) -> None:
+async def check_allowed_in_time(
+    checkpoint_id: str, allowed: Sequence[str], *, for_save: bool = False
+) -> None:
     """As :func:`check_allowed`, for an event loop: local paths are resolved in a thread.
+
+    Args:
+        for_save: also :func:`check_no_link`.
 
     Raises UnavailableError when their file system doesn't respond: a later call may succeed.
     """
     location = parse(checkpoint_id)
-    if not allowed or location.scheme != "file":
+    if location.scheme != "file":
         check_allowed(checkpoint_id, allowed)
         return
     threads = threads_of(os.path.dirname(location.path))
     until = time.monotonic() + timeouts.HUNG_CALL_S
     try:
-        await threads.run(check_allowed, checkpoint_id, allowed, until=until)
+        if allowed:
+            await threads.run(check_allowed, checkpoint_id, allowed, until=until)
+        if for_save:
+            await threads.run(check_no_link, checkpoint_id, until=until)
     except HungError as error:
         raise UnavailableError(str(error)) from error
 
 
-def is_allowed_file(path: str, allowed: Sequence[str]) -> bool:
-    """Whether an open file lies below one of ``allowed``; blocking.
+def check_no_link(place: str) -> None:
+    """Raises InvalidRequestError for a local directory that is reached by a symbolic link of its own; blocking.
 
-    Args:
-        path: absolute and without symbolic links, as the kernel reports it.
-        allowed: as in :func:`check_allowed`.
+    What is written or removed there would be another checkpoint's, and the link would stay.
     """
-    names = tuple(name for name in path.split("/") if name)
-    return not allowed or _is_below(Location("file", "", names), allowed)
+    location = parse(place)
+    if location.scheme == "file" and os.path.islink(location.path):
+        raise InvalidRequestError(
+            f"{place} is a symbolic link: use the name of the directory itself, "
+            f"{os.path.realpath(location.path)}"
+        )
+
+
+def resolve(path: str, allowed: Sequence[str]) -> str:
+    """An absolute path without symbolic links, as far as it exists; blocking.
+
+    Raises DeniedError unless it lies below one of ``allowed``, or is one; empty: anywhere.
+    """
+    found = _resolved(Location("file", "", tuple(name for name in path.split("/") if name)))
+    # A name below it, as a root's own directory holds the records of its checkpoints.
+    below = Location("file", "", (*found.parts, "*"))
+    if allowed and not _is_below(below, allowed):
+        raise DeniedError(
+            f"{path} leads to {found.path}, which is not below an allowed root ({', '.join(allowed)})"
+        )
+    return found.path
 
 
 def _is_below(location: Location, allowed: Sequence[str]) -> bool:

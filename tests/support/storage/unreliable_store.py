@@ -50,6 +50,9 @@ class UnreliableStore(Store):
     async def delete(self, key: str, *, generation: str | None = None) -> None:
         await self.inner.delete(key, generation=generation)
 
+    async def remove_directory(self) -> bool:
+        return await self.inner.remove_directory()
+
     async def probe(self) -> None:
         await self.inner.probe()
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from google.protobuf import json_format
 
 from pannier.maintenance.superseded import sweep_checkpoint
-from pannier.storage import DeniedError, HeldError, open_store
+from pannier.storage import DeniedError, HeldError, ObjectInfo, Store, open_store
 from pannier.storage.base import UnreachableError
 from pannier.storage.local.store import LocalStore
 from pannier.v1 import records_pb2
@@ -20,6 +21,7 @@ from support.processes.cli import Result
 from support.processes.cli import pannier_here as pannier
 from support.storage.checkpoints import write, write_attempt, write_decision
 from support.storage.directories import files_below
+from support.storage.unreliable_store import UnreliableStore
 
 FIRST, SECOND, THIRD = "i1-inc-g0000000a-s1", "i1-inc-g0000000a-s2", "i2-inc-g0000000a-s1"
 NOW = ("--grace", "0", "--abandoned-after", "0")
@@ -386,3 +388,55 @@ def test_a_decision_that_is_the_last_of_a_removed_checkpoint_goes(place: Path) -
     result = pannier("gc", str(place.parent), "--json")
     assert [line["reason"] for line in lines(result, "removed")] == ["removed"]
     assert files_below(place) == set()
+
+
+class Between(UnreliableStore):
+    """Something comes between the sweep's listing and its first mark."""
+
+    def __init__(self, inner: Store, then: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self._then = then
+
+    async def create(self, key: str, data: bytes) -> ObjectInfo:
+        if key.endswith("/superseded"):
+            await asyncio.to_thread(self._then)
+        return await super().create(key, data)
+
+
+def test_a_sweep_beside_a_removal_leaves_no_mark(place: Path) -> None:
+    """It would look like a save in progress."""
+    write_attempt(place, FIRST)
+    write_attempt(place, SECOND)
+
+    async def run() -> None:
+        store = Between(open_store(str(place)), lambda: pannier("rm", str(place), "--yes"))
+        await sweep_checkpoint(store, grace_s=3600)
+
+    asyncio.run(run())
+    assert files_below(place) == set()
+
+
+@pytest.mark.parametrize("mark", [object_names.removal_mark, object_names.superseded_mark])
+def test_a_mark_without_its_attempt_is_no_save_in_progress(
+    place: Path, mark: Callable[[str], str]
+) -> None:
+    """Its writer was killed, or another process removed the attempt while it was written."""
+    write_attempt(place, SECOND)
+    kept = files_below(place)
+    write(place / mark(FIRST), b"{}")
+    alone = place.parent / "step-2"
+    write(alone / mark(FIRST), b"{}")
+    (line,) = pannier("ls", str(place.parent), "--json").json_lines()
+    assert (line["checkpoint"], line["state"]) == (str(place), "committed")
+    assert pannier("recover", str(place.parent), "--json").out == ""
+    removed = lines(pannier("gc", str(place.parent), "--json"), "removed")
+    assert {(line["checkpoint"], line["name"], line["reason"]) for line in removed} == {
+        (str(place), mark(FIRST), "removed"),
+        (str(alone), mark(FIRST), "removed"),
+    }
+    assert files_below(place) == kept
+    assert not alone.exists()
+    write(place / mark(FIRST), b"{}")
+    result = pannier("rm", str(place), "--yes", "--json")
+    assert result.json()["undecided"] == []
+    assert not place.exists()

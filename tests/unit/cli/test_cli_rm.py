@@ -67,6 +67,33 @@ def test_it_asks_first(place: Path) -> None:
     assert files_below(place) == before
 
 
+@pytest.mark.parametrize(
+    "command", [("rm", "--yes"), ("gc", "--abandoned-after", "0"), ("recover", "--abort")]
+)
+def test_a_link_to_a_checkpoint_is_refused_with_its_own_name(
+    place: Path, command: tuple[str, ...]
+) -> None:
+    """It would empty the directory and leave the link."""
+    link = place.parent / "latest"
+    link.symlink_to(place.name)
+    before = files_below(place)
+    result = here(command[0], str(link), *command[1:])
+    assert (result.code, result.out) == (2, "")
+    assert f"{link} is a symbolic link: use the name of the directory itself, {place}" in result.err
+    assert files_below(place) == before
+    assert link.is_symlink()
+
+
+def test_a_link_in_a_root_is_no_checkpoint_of_it(place: Path) -> None:
+    (place.parent / "latest").symlink_to(place.name)
+    (line,) = here("ls", str(place.parent), "--json").json_lines()
+    assert line["checkpoint"] == str(place)
+    kept = ("--job", "job", "--keep-newest", "1")
+    (line,) = here("retain", str(place.parent), *kept, "--json").json_lines()
+    assert line["checkpoint"] == str(place)
+    assert here("verify", str(place.parent / "latest")).code == 0
+
+
 def test_a_foreign_checkpoint_is_refused(place: Path) -> None:
     write(place / ".metadata", b"somebody else's")
     before = files_below(place)

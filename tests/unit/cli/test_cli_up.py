@@ -10,19 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 from click.testing import CliRunner, Result
 
 from pannier.cli.commands import up as up_command
-from pannier.cli.commands.up import default_spool
 from pannier.cli.main import cli
 from pannier.sidecar.spool.journal import Journal
 from pannier.v1 import journal_pb2, records_pb2, save_pb2
 from pannier.wire import addresses
-from pannier.wire.version import WIRE_VERSION
 from support.processes.cli import run_python
 from support.processes.daemons import clean_environment, short_directory
 from support.processes.processes import Process, python
@@ -407,41 +404,6 @@ def test_daemons_have_their_signals_unblocked(up: Up) -> None:
     blocked = next(line for line in status.splitlines() if line.startswith("SigBlk"))
     assert int(blocked.split()[1], 16) == 0
     process.stop()
-
-
-def test_the_default_spool_is_on_tmpfs_and_not_shared_between_runtime_directories(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    usual = Path("/tmp/usual")
-    spool = default_spool(usual, usual)
-    assert spool.parent == Path("/dev/shm")
-    assert spool.name == f"pannier-{os.getuid()}-v{WIRE_VERSION}"
-    assert default_spool(Path("/tmp/other"), usual) != spool
-    # A runtime directory from the environment isn't any user's usual one.
-    monkeypatch.setenv("PANNIER_RUNTIME_DIR", str(usual))
-    assert default_spool(usual, usual) != spool
-
-
-@pytest.mark.parametrize(
-    ("free", "memory", "roomy"),
-    [
-        (1 << 30, 8 << 30, False),  # a container with a small /dev/shm
-        (2 << 30, 8 << 30, True),
-        (3 << 30, 1 << 40, False),
-        (4 << 30, 1 << 40, True),
-    ],
-)
-def test_the_spool_is_on_tmpfs_only_with_room_for_a_state_twice(
-    monkeypatch: pytest.MonkeyPatch, free: int, memory: int, roomy: bool
-) -> None:
-    sizes = {"SC_PHYS_PAGES": memory >> 12, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
-    monkeypatch.setattr(
-        os, "statvfs", lambda _: SimpleNamespace(f_bavail=free >> 12, f_frsize=4096)
-    )
-    usual = Path("/tmp/usual")
-    spool = default_spool(usual, usual)
-    assert spool.parent == (Path("/dev/shm") if roomy else usual)
 
 
 STATES = ["none", "stored", "failed", "ended", "ingested", "damaged"]

@@ -1,5 +1,6 @@
 """What is done for the spools that a job's earlier starts left, without real processes."""
 
+import fcntl
 import os
 import shutil
 import socket
@@ -34,21 +35,23 @@ class Starts:
         self,
         word: str,
         job: str = JOB,
-        host: str = HERE,
+        place: str = HERE,
         listen: str | None = None,
         **environment: str,
     ) -> DaemonSpec:
         """One that was started with these variables."""
-        directory = addresses.job_dir(self.settings.runtime_dir, job, word, host)
+        directory = addresses.job_dir(self.settings.runtime_dir, job, word, place)
         directory.mkdir()
         pair = job_daemons(self.settings, directory, listen=listen, coordinator="10.0.0.1:7070")
         write_record(pair)
+        assert pair.spool is not None
+        pair.spool.mkdir(parents=True)
         own = {**launcher.environment(self.settings, pair), **environment}
         DaemonRecord.of_this_process(decisive_variables(own), exits_idle=True).write(directory)
         return pair
 
     def begin(self, newest: DaemonSpec) -> None:
-        left_spools._upload(self.settings, JOB, newest.directory)
+        left_spools._upload(self.settings, newest.directory)
 
 
 @pytest.fixture
@@ -57,6 +60,8 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     made = Starts(directory)
 
     def ensure(settings: Settings, pair: DaemonSpec) -> str:
+        assert pair.prepare is not None
+        pair.prepare()
         made.started.append(pair)
         return ""
 
@@ -66,15 +71,33 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     shutil.rmtree(directory)
 
 
-def test_a_sidecar_starts_on_each_spool_of_the_job_whose_daemons_were_killed(
-    starts: Starts,
-) -> None:
+def test_a_sidecar_starts_on_each_spool_here_whose_daemons_were_killed(starts: Starts) -> None:
+    """Whatever the host is called now, and whichever job was killed."""
     running, killed, other = starts.add("one"), starts.add("two"), starts.add("one", OTHER)
-    # As on a file system that hosts have in common.
-    starts.add("three", host="another host")
-    starts.up = {running.directory, other.directory}
+    renamed = starts.add("three", place="as this host was called before")
+    # As on a file system that hosts have in common: the record is here, the spool isn't.
+    elsewhere = starts.add("four", place="another host")
+    assert elsewhere.spool is not None
+    elsewhere.spool.rmdir()
+    starts.up = {running.directory}
     starts.begin(starts.add("new"))
-    assert starts.started == [killed]
+    assert {each.directory for each in starts.started} == {
+        *(killed.directory, other.directory, renamed.directory)
+    }
+
+
+def test_a_spool_that_a_sidecar_has_locked_is_not_left(starts: Starts) -> None:
+    held = starts.add("one")
+    assert held.spool is not None
+    fd = os.open(held.spool, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    before = read_record(held.directory)
+    starts.begin(starts.add("new"))
+    os.close(fd)
+    assert starts.started == []
+    assert read_record(held.directory) == before
+    starts.begin(starts.add("newer"))
+    assert held.directory in {each.directory for each in starts.started}
 
 
 def test_where_the_coordinator_was_the_sidecar_starts_alone(starts: Starts) -> None:
@@ -90,13 +113,13 @@ def test_where_the_coordinator_was_the_sidecar_starts_alone(starts: Starts) -> N
 
 
 def test_a_later_start_on_one_host_has_them_uploaded_too(starts: Starts) -> None:
-    left_spools.upload_left_spools(starts.settings, JOB)
+    left_spools.upload_left_spools(starts.settings)
     killed = starts.add("one")
-    left_spools.upload_left_spools(starts.settings, JOB)
+    left_spools.upload_left_spools(starts.settings)
     for thread in threading.enumerate():
         if thread.name == "pannier-left":
             thread.join(BOUND_S)
-    assert starts.started == [killed]
+    assert [each.directory for each in starts.started] == [killed.directory]
 
 
 def test_those_with_other_storage_are_left_alone(
@@ -114,8 +137,8 @@ def test_a_record_that_cannot_be_read_hides_none_of_the_others(
     broken, killed = starts.add("a"), starts.add("b")
     (broken.directory / "daemons.json").write_text("{")
     starts.begin(starts.add("new"))
-    assert starts.started == [killed]
-    assert f"job left in {broken.directory} are not uploaded: " in caplog.text
+    assert [each.directory for each in starts.started] == [killed.directory]
+    assert f"start left in {broken.directory} are not uploaded: " in caplog.text
 
 
 def test_logs_of_those_that_left_stay_for_a_day(starts: Starts) -> None:

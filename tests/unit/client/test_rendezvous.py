@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher, network, rendezvous
-from pannier.client.embedded.certificates import TlsBundle
+from pannier.client.embedded.certificates import TlsBundle, issue
 from pannier.client.embedded.daemon_spec import job_daemons, write_record, write_tls_files
 from pannier.client.embedded.pg_store import RankStore
 from pannier.client.embedded.rendezvous import HostInfo, Rendezvous, agree
@@ -161,6 +161,53 @@ def test_all_ranks_learn_at_once_why_there_is_no_coordinator(
         assert "rank 0 (node-a): port 7070 is taken" in str(each)
 
 
+def test_only_a_success_is_final_so_the_next_save_agrees_again(
+    monkeypatch: pytest.MonkeyPatch, convened: list[Any]
+) -> None:
+    """The port was taken for the first two saves."""
+    start, tries = rendezvous._start_coordinator, iter([True, True, False])
+
+    def taken_twice(*arguments: Any) -> Rendezvous:
+        if next(tries):
+            raise OSError("port 7070 is taken")
+        return start(*arguments)
+
+    monkeypatch.setattr(rendezvous, "_start_coordinator", taken_twice)
+    for ranks in (Ranks("aab"), Ranks("bab", first=1)):
+        tries = iter([True, True, False])
+        for _ in range(2):
+            failed = ranks.run()
+            assert [type(each) for each in failed] == [OSError, *2 * [ConfigurationError]]
+        found = ranks.run()
+        assert all(isinstance(each, Rendezvous) for each in found)
+        # That one stays, though no more coordinators can be started.
+        assert ranks.run() == found
+
+
+def test_the_first_rank_leads_again_where_rank_0_does_not_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> Rendezvous:
+        raise UnavailableError("port 7070 is taken")
+
+    ranks = Ranks(".bc", first=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(rendezvous, "_start_coordinator", fail)
+        assert [type(each) for each in ranks.run()] == [UnavailableError, ConfigurationError]
+    assert all(isinstance(each, Rendezvous) for each in ranks.run())
+
+
+def test_a_rank_that_comes_twice_is_not_taken_for_two(convened: list[Any]) -> None:
+    """Rank 2, elsewhere, comes late; the others have asked before."""
+    ranks = Ranks("aab", settings=Settings(plan_timeout=0.3))
+    with pytest.raises(DeadlineError):
+        ranks.meet(1)
+    with pytest.raises(DeadlineError):
+        ranks.meet(1)
+    found = ranks.run()
+    assert all(isinstance(each, Rendezvous) for each in found)
+
+
 def test_a_wait_ends_with_a_name() -> None:
     ranks = Ranks("ab.", settings=Settings(plan_timeout=0.3))
     with pytest.raises(
@@ -218,11 +265,11 @@ def test_daemons_of_an_earlier_start_are_used_again(
     """Also where they were killed, unless their port is taken or they store elsewhere."""
     settings = Settings(runtime_dir=sockets)
     own, address = HostInfo(0, "node-a", "a", None), f"127.0.0.1:{free_port()}"
-    directory = addresses.job_dir(sockets, "job j", "w", own.host)
+    directory = addresses.job_dir(sockets, "job j", "w", "where it was before")
     directory.mkdir()
     pair = job_daemons(settings, directory, listen=address)
     standing = Rendezvous("w", "job j", address, HostInfo(3, "node-a", "a", None), TLS)
-    server = TlsBundle(cert="server's", key="its key", ca="ca")
+    server, _ = issue("127.0.0.1")
     write_tls_files(directory, server)
     write_record(pair)
     (directory / "rendezvous.json").write_text(rendezvous._encode(standing))
@@ -237,7 +284,7 @@ def test_daemons_of_an_earlier_start_are_used_again(
     again = found()
     assert again is not None
     assert (again[0].start_id, again[0].coordinator, again[0].leader) == ("w", address, own)
-    assert (again[0].tls.key, again[1].key) == ("key", "its key")
+    assert (again[0].tls.key, again[1]) == ("key", server)
     assert found(Settings(runtime_dir=sockets, listen=address)) is not None
     assert found(Settings(runtime_dir=sockets, listen="127.0.0.1:1")) is None
     assert found(job="job k") is None
@@ -246,9 +293,39 @@ def test_daemons_of_an_earlier_start_are_used_again(
         assert f"{directory} can't be used again: " in caplog.text
         assert "; this start uses others" in caplog.text
         monkeypatch.setattr(launcher, "is_up", lambda pair: True)
-        assert found() is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(network, "probe_daemon", lambda *_: "")
+            assert found() is not None
+    # They live, but can't be reached at the address that they had.
+    assert found() is None
+    assert f"{address}: Connection refused" in caplog.text
+    monkeypatch.setattr(launcher, "is_up", lambda pair: False)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     assert found() is None
+
+
+def test_the_next_training_at_an_address_is_no_other_start_of_the_last(
+    sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a name both are known by the address and port of rank 0's host."""
+    key, address = "at node-0:29500", f"127.0.0.1:{free_port()}"
+    settings, own = Settings(runtime_dir=sockets), HostInfo(0, "node-a", "a", None)
+    directory = addresses.job_dir(sockets, key, "w", "a")
+    directory.mkdir()
+    pair = job_daemons(settings, directory, listen=address)
+    write_tls_files(directory, TLS)
+    write_record(pair)
+    (directory / "rendezvous.json").write_text(
+        rendezvous._encode(Rendezvous("w", key, address, own, TLS))
+    )
+    kept = decisive_variables(launcher.environment(settings, pair))
+    DaemonRecord.of_this_process(kept, exits_idle=True).write(directory)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert rendezvous._find_earlier(settings, key, own) is None
+    # torchrun has restarted its workers, or the user named the address.
+    assert rendezvous._find_earlier(Settings(runtime_dir=sockets, listen=address), key, own)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert rendezvous._find_earlier(settings, key, own) is not None
 
 
 def test_an_address_that_cannot_be_had_is_named() -> None:

@@ -544,7 +544,7 @@ def test_a_place_that_is_not_allowed_ends_the_save(sockets: Path, tmp_path: Path
             attempt_name(2),
         )
         await job.sidecars[0].send(claim)
-        assert "/elsewhere" in causes(await job.await_state(2, ABORTED))[0]
+        assert "/elsewhere" in causes(await job.await_state(2, ABORTED))[-1]
 
     play(scenario, sockets, tmp_path, allow=(str(tmp_path),))
 

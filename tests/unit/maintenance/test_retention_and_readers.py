@@ -1,6 +1,7 @@
 """Retention and readers: whatever their order, one of the two sees the other."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from pannier.maintenance.retention_run import Outcome, read_record, retain
 from pannier.storage import ObjectInfo, StorageError, Store, open_store
 from pannier.wire import object_names
 from pannier.wire.object_names import Attempt
+from pannier.wire.retention_record import RetentionRecord
+from support.processes.cli import pannier_here as pannier
 from support.storage.checkpoints import write, write_attempt
 from support.storage.directories import files_below
 from support.storage.unreliable_store import UnreliableStore
@@ -87,13 +90,54 @@ def test_a_lease_that_is_taken_after_the_first_look_spares_the_checkpoint(root: 
     with pytest.raises(MissingError, match="step-3 is no checkpoint: it doesn't exist"):
         StorageReader(root / "step-3").resolve()
     record = asyncio.run(read(root))
-    assert record["removed"] == []
-    assert "is being read by" in record["kept"]["job"]["step-1"][0]
+    assert record.removed == []
+    assert "is being read by" in record.kept["job"]["step-1"][0]
     assert not retained(root)["step-1"].reasons
     assert not (root / "step-1").exists()
 
 
-async def read(root: Path) -> dict[str, object]:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"removed": [1]}',
+        b'{"removed": 1, "kept": [], "pattern": 1}',
+        b'{"kept": {"job": 1, "other": {"step-1": 1}}}',
+        b'{"removed": [{"name": "step-9", "job": "job", "bytes": 1, "time": 1e400}]}',
+        b"[" * 100_000,
+        b"\xff",
+        None,
+    ],
+    ids=["a number", "other shapes", "other reasons", "no time", "deep", "no text", "a directory"],
+)
+def test_a_record_of_another_shape_holds_up_no_removal(root: Path, content: bytes | None) -> None:
+    """Any process that may write below the root could end retention for ever."""
+    record = root / object_names.retention_record()
+    if content is None:
+        record.mkdir(parents=True)
+    else:
+        write(record, content)
+    assert not retained(root)["step-1"].reasons
+    assert not (root / "step-1").exists()
+    with pytest.raises(MissingError, match="step-1 is no checkpoint"):
+        StorageReader(root / "step-1").resolve()
+    (line,) = pannier("ls", str(root), "--json").json_lines()
+    if content is not None:
+        assert [each.name for each in asyncio.run(read(root)).removed] == ["step-1"]
+        assert line["kept_for"] == ["newest"]
+
+
+def test_what_a_record_has_of_other_jobs_and_of_former_runs_stays(root: Path) -> None:
+    former = {"name": "step-0", "job": "job", "bytes": 7, "time": 1.0}
+    kept = {"other": {"step-7": ["the newest"]}}
+    record = {"removed": [1, former, {**former, "name": 3}], "kept": {**kept, "bad": 1}}
+    write(root / object_names.retention_record(), json.dumps(record).encode())
+    retained(root)
+    found = asyncio.run(read(root))
+    assert [each.name for each in found.removed] == ["step-0", "step-1"]
+    assert found.kept["other"] == kept["other"]
+
+
+async def read(root: Path) -> RetentionRecord:
     store = open_store(str(root))
     try:
         return await read_record(store)

@@ -2,6 +2,10 @@
 
 import os
 import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +23,7 @@ from support.actors.nodes import (
     TokenLeaseHolder,
     TokenTrainer,
     inodes,
+    node_host,
     raw_connection,
 )
 from support.actors.scripted import attempt_of
@@ -224,3 +229,49 @@ def test_the_coordinator_knows_which_job_a_sidecar_serves(two: NodeHost) -> None
 
     await_true(lambda: attached().keys() == {"a", "b"}, "both are attached")
     assert len(set(attached().values())) == 2
+
+
+# Room.
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_trainer_that_makes_its_file_longer_fills_only_its_jobs_own_file_system() -> None:
+    """The descriptor of a lease is writable: the sidecar's budget alone doesn't bind it."""
+    with node_host() as host, own_file_system(host.spool / "a", 64 * MIB):
+        host.job("a", spool_budget="32MiB")
+        host.job("b", spool_budget="32MiB")
+        host.start()
+        a, b = host.trainer("a"), host.trainer("b")
+        with (
+            TokenLeaseHolder(a, host.socket("a")) as hostile,
+            TokenLeaseHolder(b, host.socket("b")) as other,
+        ):
+            (leased,) = hostile.lease(MIB)
+            with pytest.raises(OSError, match="No space left"):
+                os.posix_fallocate(leased.fd, 0, 512 * MIB)
+            for place in range(0, 512 * MIB, MIB):
+                with suppress(OSError):
+                    os.pwrite(leased.fd, bytes(MIB), place)
+            used = sum(path.stat().st_blocks * 512 for path in (host.spool / "a").iterdir())
+            assert used <= 64 * MIB
+            (mine,) = other.lease(30 * MIB)
+            context = b.context(host.id("b"))
+            host.coordinator.files[0] = {"0": 30 * MIB}
+            b.plan(context)
+            name = f"__{attempt_of(context.save)}_0_0.distcp"
+            hand_over(b, context, [staged(mine, name, bytes(30 * MIB))])
+        host.end_trainers()
+        host.stop()
+
+
+@contextmanager
+def own_file_system(place: Path, size: int) -> Iterator[None]:
+    """A tmpfs of ``size`` bytes."""
+    place.mkdir(parents=True, mode=0o700)
+    place.parent.chmod(0o700)
+    options = f"size={size},mode=0700"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=True)

@@ -157,6 +157,58 @@ def test_what_was_ingested_stays_when_the_journal_can_not_be_closed(
     host.coordinator.await_phase(context, DURABLE, after=before)
 
 
+def test_what_was_to_go_to_another_endpoint_is_left_to_a_sidecar_with_that_one(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = os.urandom(2 * MIB)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://10.0.0.1:9000")
+    trainer, context = ingest(host, data)
+    trainer.die()
+    host.end()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://10.0.0.2:9000")
+    host.start()
+    assert not host.sidecar.saves.undecided()
+    assert "rank 0 on node-0 was ingested by a sidecar with another value of AWS_ENDPOINT_URL" in (
+        caplog.text
+    )
+    # The spool is used, and the space that the rank has isn't given to others.
+    host.sidecar.spool.measure()
+    assert host.sidecar.spool.usage.reserved >= len(data)
+    other = host.trainer()
+    second = other.context(host.id(2), 2)
+    other.hand_over(second, other.write(second, "0", b"x" * MIB))
+    host.coordinator.await_phase(second, DURABLE)
+    host.coordinator.decide(second, COMMITTED)
+    await_true(lambda: not host.sidecar.saves.undecided(), "committed")
+    host.end()
+    assert not host.objects(1)
+    before = len(host.coordinator.reports)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://10.0.0.1:9000")
+    host.start()
+    report = host.coordinator.await_phase(context, DURABLE, after=before)
+    (file,) = report.receipt.files
+    assert (Path(host.id()) / file.name).read_bytes() == data
+
+
+def test_nothing_else_is_kept_for_another_endpoint(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a rank whose trainer had not sent all, nor what is in storage."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://10.0.0.1:9000")
+    host.start()
+    begin(host, bytes(20 * MIB))
+    trainer = host.trainer()
+    context = trainer.context(host.id(2), 2)
+    trainer.hand_over(context, trainer.write(context, "0", b"x" * MIB))
+    host.coordinator.await_phase(context, DURABLE)
+    host.end()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://10.0.0.2:9000")
+    host.start()
+    host.sidecar.spool.measure()
+    assert host.sidecar.spool.usage.reserved == 0
+    assert not list(host.spool.glob("*.data"))
+
+
 @pytest.mark.parametrize("gone", [False, True])
 def test_ingested_bytes_that_went_bad_or_away_fail_the_rank_by_name(host: Host, gone: bool) -> None:
     ingest(host, os.urandom(4 * MIB))

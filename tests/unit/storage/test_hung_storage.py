@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pannier.client.loading import filesystem
 from pannier.common import timeouts
 from pannier.daemon.metrics import Metrics
 from pannier.daemon.status_service import Backlog, DaemonInfo
-from pannier.storage import ConflictError, StorageError, io_threads, open_store
+from pannier.storage import ConflictError, DeniedError, StorageError, io_threads, open_store
 from pannier.storage.base import Store
 from pannier.storage.io_threads import MOST_HUNG, HungError, Threads, threads_of
 from pannier.storage.local import atomic_file
@@ -27,6 +28,7 @@ from pannier.storage.url import check_allowed_in_time
 from pannier.wire.errors import UnavailableError
 from support.actors.hosts import running_host
 from support.actors.nodes import node_host
+from support.actors.ranks_by_hand import context, coordinator, local_plan, tensor
 from support.actors.scripted_sidecar import wait_until
 from support.processes.cli import pannier
 from support.processes.stretch import BOUND_S
@@ -44,7 +46,7 @@ class DeadMount:
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def waits(path: Any, *arguments: Any, **more: Any) -> Any:
-            place = str(path[0] if isinstance(path, tuple) else getattr(path, "_target", path))
+            place = str(path[0] if isinstance(path, tuple) else getattr(path, "path", path))
             if place.startswith(self.directory):
                 with self._lock:
                     self.waiting += 1
@@ -308,6 +310,40 @@ def test_a_dead_mount_below_an_allowed_root_delays_no_other_call_of_a_sidecar(
         hung.result(BOUND_S)
 
 
+def test_a_dead_mount_below_an_allowed_root_delays_no_other_save_of_a_coordinator(
+    dead: DeadMount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "HUNG_CALL_S", BOUND_S)
+    monkeypatch.setattr(os.path, "realpath", dead.wrap(os.path.realpath))
+    ended, plan = threading.Event(), local_plan([tensor("x", 2)])
+    lone = partial(context, 0, ranks=(0,))
+
+    async def scenario() -> None:
+        async with coordinator(tmp_path, allow=(dead.directory, str(tmp_path / "well"))) as client:
+            hung = asyncio.create_task(
+                client.plan(lone(f"{dead.directory}/run/step-1", incarnation="bb"), plan)
+            )
+            await until(lambda: dead.waiting > 0)
+            planned = await client.plan(lone(f"{tmp_path}/well/step-1"), plan)
+            assert planned.plan_id
+            assert not hung.done()
+            ended.set()
+            dead.answers.set()
+            hung.cancel()
+
+    async def calls() -> None:
+        await asyncio.wait_for(scenario(), BOUND_S)
+
+    # In a thread, so that a loop that stands still is found.
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(asyncio.run, calls())
+        try:
+            wait_until(lambda: ended.is_set() or running.done())
+        finally:
+            dead.answers.set()
+        running.result(BOUND_S)
+
+
 def test_a_process_ends_though_calls_hang() -> None:
     program = (
         "import asyncio, threading, sys\n"
@@ -369,7 +405,9 @@ def test_a_client_never_waits_for_a_pipe(pipes: Path) -> None:
         place.read_into(".metadata", 0, memoryview(bytearray(8)))
 
 
-def test_a_linked_directory_and_linked_files_are_read(tmp_path: Path) -> None:
+def test_a_directory_below_a_link_is_read_and_linked_files_in_it_by_clients_alone(
+    tmp_path: Path,
+) -> None:
     real = tmp_path / "real"
     (real / "step").mkdir(parents=True)
     (real / "step" / "x").write_bytes(b"data")
@@ -379,7 +417,9 @@ def test_a_linked_directory_and_linked_files_are_read(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = store_at(tmp_path / "root" / "step", 10)
         await store.create("z", b"more")
-        assert [await store.read(key) for key in "xyz"] == [b"data", b"data", b"more"]
+        assert [await store.read(key) for key in "xz"] == [b"data", b"more"]
+        with pytest.raises(DeniedError, match=r"step/y: a symbolic link is in the way"):
+            await store.read("y")
 
     asyncio.run(scenario())
     place = filesystem.open_dir(tmp_path / "root" / "step")

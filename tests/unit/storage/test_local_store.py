@@ -9,12 +9,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pannier.storage import ConflictError, DeniedError, NotFoundError, StorageError, open_store
 from pannier.storage.base import ObjectInfo, Store
+from pannier.storage.io_threads import threads_of
 from pannier.storage.local import atomic_file, lock
+from pannier.storage.local.directory import Directory
 from support.processes.stretch import BOUND_S
 from support.storage.sources import FileSource, some_bytes
 
@@ -123,8 +126,8 @@ def test_published_means_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         real_link(*arguments, **more)
         calls.append("link")
 
-    def rename(*arguments: str) -> None:
-        real_rename(*arguments)
+    def rename(*arguments: str, **more: int) -> None:
+        real_rename(*arguments, **more)
         calls.append("rename")
 
     monkeypatch.setattr(atomic_file.os, "fsync", sync)
@@ -273,7 +276,7 @@ def test_a_path_through_a_file_is_not_found(tmp_path: Path) -> None:
 
     async def main() -> None:
         store = store_at(tmp_path / "file" / "below")
-        with pytest.raises(NotFoundError):
+        with pytest.raises(NotFoundError, match=f"{tmp_path}/file is not a directory"):
             await store.probe()
         assert await store.stat("a") is None
         assert await store.list() == []
@@ -288,15 +291,16 @@ def test_a_cancelled_wait_for_the_lock_leaves_it_free(
 ) -> None:
     began, go_on = threading.Event(), threading.Event()
     take = lock._try
+    directory, threads = Directory(str(tmp_path)), threads_of(str(tmp_path))
 
-    def late(path: Path) -> int | None:
+    def late(*arguments: Any) -> Any:
         began.set()
         assert go_on.wait(BOUND_S)
-        return take(path)
+        return take(*arguments)
 
     async def scenario() -> None:
         async def hold() -> None:
-            async with lock.locked(tmp_path, time.monotonic() + 10):
+            async with lock.locked(directory, "", time.monotonic() + 10, threads):
                 raise AssertionError("it was cancelled before")
 
         with monkeypatch.context() as patch:
@@ -307,10 +311,16 @@ def test_a_cancelled_wait_for_the_lock_leaves_it_free(
             go_on.set()
             with pytest.raises(asyncio.CancelledError):
                 await holding
-        async with lock.locked(tmp_path, time.monotonic() + 1):
+        async with lock.locked(directory, "", time.monotonic() + 1, threads):
             return
 
     asyncio.run(scenario())
+
+
+def remove_open(directory: int) -> Path:
+    path = Path(os.readlink(f"/proc/self/fd/{directory}"))
+    path.rmdir()
+    return path
 
 
 class Prunes:
@@ -320,10 +330,9 @@ class Prunes:
         self.done: list[Path] = []
         real = os.link
 
-        def link(source: str, target: Path, **more: int) -> None:
+        def link(source: str, target: str, **more: int) -> None:
             if len(self.done) < times:
-                target.parent.rmdir()
-                self.done.append(target.parent)
+                self.done.append(remove_open(more["dst_dir_fd"]))
             real(source, target, **more)
 
         monkeypatch.setattr(atomic_file.os, "link", link)
@@ -353,15 +362,14 @@ def test_a_file_is_published_though_its_empty_directory_is_removed_meanwhile(
 def test_a_directory_that_is_removed_while_it_is_made_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, made = Path.mkdir, []
+    real, made = os.mkdir, []
 
-    def mkdir(path: Path, *rest: int, **more: bool) -> None:
-        if path.name == "b" and not made:
-            made.append(path)
-            path.parent.rmdir()
-        real(path, *rest, **more)
+    def mkdir(name: str, *, dir_fd: int) -> None:
+        if name == "b" and not made:
+            made.append(remove_open(dir_fd))
+        real(name, dir_fd=dir_fd)
 
-    monkeypatch.setattr(Path, "mkdir", mkdir)
+    monkeypatch.setattr(os, "mkdir", mkdir)
     asyncio.run(store_at(tmp_path / "store").create("a/b/file", b"1"))
     assert made
     assert files(tmp_path / "store") == ["a/b/file"]
@@ -373,13 +381,13 @@ def test_a_create_that_lost_to_a_file_which_was_removed_since_is_tried_again(
     monkeypatch.setattr("pannier.common.timeouts.RETRY_S", 0.01)
     real, lost = os.link, []
 
-    def link(source: str, target: Path, **more: int) -> None:
+    def link(source: str, target: str, **more: int) -> None:
         if len(lost) < 2:
             # The second time, its directory doesn't exist, either.
             if lost:
-                target.parent.rmdir()
+                remove_open(more["dst_dir_fd"])
             lost.append(target)
-            raise FileExistsError(errno.EEXIST, "exists", str(target))
+            raise FileExistsError(errno.EEXIST, "exists", target)
         real(source, target, **more)
 
     monkeypatch.setattr(atomic_file.os, "link", link)
@@ -396,9 +404,9 @@ def test_an_expected_generation_whose_directory_is_gone_is_a_conflict(
         await store.delete("a/file")
         real = os.open
 
-        def late(path: Path, flags: int, *rest: int, **more: int) -> int:
-            if Path(path).name == lock._NAME:
-                Path(path).parent.rmdir()
+        def late(path: str, flags: int, *rest: int, **more: int) -> int:
+            if path == lock._NAME:
+                remove_open(more["dir_fd"])
             return real(path, flags, *rest, **more)
 
         monkeypatch.setattr(lock.os, "open", late)

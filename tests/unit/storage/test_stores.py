@@ -1,9 +1,13 @@
-"""What every store promises, on each of them: pannier.storage.base."""
+"""What every store promises: pannier.storage.base.
+
+On each kind of store, the doubles of buckets among them; or on the store of ``make test-store URL=...``.
+"""
 
 import asyncio
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +26,54 @@ from pannier.storage.gcs.http import GcsConnection
 from pannier.storage.s3.client import S3Connection
 from pannier.wire.errors import InvalidRequestError, SaveAbortedError
 from support.processes.stretch import BOUND_S
+from support.storage import given_store
 from support.storage.gcs_server import GcsServer
 from support.storage.s3_server import S3Server
 from support.storage.sources import FileSource, some_bytes
 
 BIG = (17 << 20) + 4321
 """More than two chunks, and no multiple of anything."""
+SIZES = [0, 1, 4096, 70_001, BIG, *([12 * BIG] if given_store.URL else [])]
 
 
 @pytest.fixture(scope="module")
-def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    with GcsServer(tmp_path_factory.mktemp("gcs")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with S3Server() as server:
-        yield server
+def doubles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, GcsServer | S3Server]]:
+    """By scheme; none when a store is given."""
+    with ExitStack() as stack:
+        if given_store.URL:
+            yield {}
+            return
+        gcs = stack.enter_context(GcsServer(tmp_path_factory.mktemp("gcs")))
+        yield {"gs": gcs, "s3": stack.enter_context(S3Server())}
 
 
 Body = Callable[[Store], Coroutine[Any, Any, None]]
 
 
-@pytest.fixture(params=["local", "memory", "gs", "s3"])
+KINDS = ["given"] if given_store.URL else ["local", "memory", "gs", "s3"]
+PAGED = ["given"] if given_store.URL else ["gs", "s3"]
+
+
+@pytest.fixture(params=KINDS)
 def run(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    gcs: GcsServer,
-    s3: S3Server,
-) -> Callable[[Body], None]:
+    request: pytest.FixtureRequest, tmp_path: Path, doubles: dict[str, GcsServer | S3Server]
+) -> Iterator[Callable[[Body], None]]:
     """Runs a coroutine with an empty store of each kind."""
     place = uuid.uuid4().hex
-    options: dict[str, Any] = {}
-    if request.param == "local":
-        url = str(tmp_path / "store" / place)
-    elif request.param == "memory":
-        url = f"memory://tests/{place}"
+    double = doubles.get(request.param)
+    if request.param == "given":
+        with given_store.new_directory() as url:
+            yield _runner(url, given_store.options())
+    elif double is None:
+        local = request.param == "local"
+        yield _runner(str(tmp_path / "store" / place) if local else f"memory://tests/{place}", {})
     else:
-        url = f"{request.param}://bucket/{place}"
-        options = s3.options if request.param == "s3" else {"endpoint_url": gcs.url}
+        options = double.options if isinstance(double, S3Server) else {"endpoint_url": double.url}
+        yield _runner(f"{request.param}://bucket/{place}", options)
+        assert double.sessions() == []
 
+
+def _runner(url: str, options: dict[str, Any]) -> Callable[[Body], None]:
     def runner(body: Body) -> None:
         async def main() -> None:
             store = open_store(url, storage_options=options, deadline_s=20)
@@ -174,7 +185,7 @@ def test_racing_replaces_have_one_winner_and_readers_see_whole_contents(
     run(body)
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, 70_001, BIG])
+@pytest.mark.parametrize("size", SIZES)
 def test_upload_confirms_size_and_checksum(
     run: Callable[[Body], None], tmp_path: Path, size: int
 ) -> None:
@@ -214,11 +225,7 @@ def test_upload_goes_on_while_the_file_grows(run: Callable[[Body], None], tmp_pa
 
 @pytest.mark.parametrize("how", ["cancelled", "aborted"])
 def test_an_upload_that_ends_early_leaves_nothing(
-    run: Callable[[Body], None],
-    tmp_path: Path,
-    gcs: GcsServer,
-    s3: S3Server,
-    how: str,
+    run: Callable[[Body], None], tmp_path: Path, how: str
 ) -> None:
     async def body(store: Store) -> None:
         source = FileSource(tmp_path / "spool", some_bytes(BIG), held=BIG - 1)
@@ -234,12 +241,12 @@ def test_an_upload_that_ends_early_leaves_nothing(
             with pytest.raises(SaveAbortedError):
                 await upload
         assert await store.list() == []
+        # Some list an upload by its exact key only.
+        assert [*await store.list_unfinished(), *await store.list_unfinished_of("sub/file")] == []
 
     run(body)
     left = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
     assert left == []
-    assert gcs.sessions() == []
-    assert "Uploads" not in s3.client.list_multipart_uploads(Bucket="bucket")
 
 
 def test_an_upload_that_was_made_before_is_recognised(
@@ -307,7 +314,7 @@ def test_directories_are_listed_by_name(run: Callable[[Body], None]) -> None:
     run(body)
 
 
-@pytest.mark.parametrize("run", ["gs", "s3"], indirect=True)
+@pytest.mark.parametrize("run", PAGED, indirect=True)
 def test_listings_follow_pages(
     run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

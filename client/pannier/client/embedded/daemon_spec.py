@@ -33,6 +33,8 @@ class DaemonSpec:
     """Seconds without clients and uploads after which they exit."""
     flags: tuple[str, ...] = ()
     """Further flags of ``pannier up``."""
+    prepare: Callable[[], None] | None = field(default=None, compare=False)
+    """Writes the files that they need; called before their start, under its lock."""
     on_start: Callable[[], None] | None = field(default=None, compare=False)
     """Called by the process that started them, after their start."""
 

@@ -81,7 +81,7 @@ def _start_or_replace(settings: Settings, spec: DaemonSpec) -> None:
     make_private_dir(directory)
     try:
         with filelock.FileLock(
-            directory / "start.lock", timeout=2 * timeouts.DAEMONS_START_S, mode=0o600
+            directory / daemon_record.START_LOCK, timeout=2 * timeouts.DAEMONS_START_S, mode=0o600
         ):
             if is_up(spec) and _may_be_replaced(spec) and daemon_status.is_idle(spec):
                 _end(settings, spec)
@@ -253,6 +253,8 @@ def _end(settings: Settings, spec: DaemonSpec) -> None:
 
 def _start(settings: Settings, spec: DaemonSpec) -> None:
     directory = spec.directory
+    if spec.prepare is not None:
+        spec.prepare()
     command = [*_pannier(), "up", "--runtime-dir", str(directory)]
     command += ["--idle-exit", f"{spec.idle_exit_s:g}", *spec.flags]
     log = directory / LOG

@@ -80,6 +80,15 @@ def free_port(address: str) -> int:
         return port
 
 
+def is_own(address: str) -> bool:
+    """Whether ``host:port`` is an address of this host now; it may have got another one."""
+    try:
+        free_port(split_address(address)[0])
+    except ConfigurationError:
+        return False
+    return True
+
+
 def check_free(address: str) -> None:
     """Raises ConfigurationError, which names PANNIER_LISTEN, when nothing can listen on ``host:port``."""
     host, port = split_address(address)

@@ -31,13 +31,15 @@ from pannier.client.embedded.daemon_spec import (
 from pannier.client.embedded.pg_store import RankStore
 from pannier.common import timeouts
 from pannier.wire import addresses
-from pannier.wire.errors import ConfigurationError, DeadlineError, PannierError, UnavailableError
+from pannier.wire.errors import ConfigurationError, DeadlineError, UnavailableError
 from pannier.wire.tls import Tls
 
 _log = logging.getLogger(__name__)
 
 _RECORD: Final = "rendezvous.json"
 """The rendezvous, with a private key, in the directory of the daemons with the coordinator."""
+_AT: Final = "at "
+"""Begins the key of a job that has no name: the address of its launcher's store follows."""
 _ADVICE: Final = "or run `pannier coordinator` where all hosts reach it and set PANNIER_COORDINATOR"
 
 
@@ -119,11 +121,13 @@ def agree(
     if answer is None:
         if apart:
             store.claim(f"{incarnation}/apart", json.dumps(asdict(own)))
-        else:
+        elif store.count(f"{incarnation}/calls/{own.rank}", 1) == 1:
             store.count(f"{incarnation}/together", 1)
         if _is_leader(store, incarnation, own, first):
             return _decide(store, incarnation, own, first, size=size, settings=settings)
-        answer = store.poll(lambda: store.read(key), settings.plan_timeout)
+        answer = store.poll(
+            lambda: store.read(key) or _new_problem(store, incarnation, own), settings.plan_timeout
+        )
     if answer is None:
         leader = store.read(f"{incarnation}/lead") or first.rank
         raise DeadlineError(
@@ -140,6 +144,17 @@ def agree(
     return rendezvous
 
 
+def _new_problem(store: RankStore, incarnation: int, own: HostInfo) -> str | None:
+    """Why the leader has failed, if this rank has not raised that yet; the next call tries again."""
+    failures, raised = f"{incarnation}/failures", f"{incarnation}/raised/{own.rank}"
+    count = store.count(failures)
+    new = count - store.count(raised)
+    if not new:
+        return None
+    store.count(raised, new)
+    return store.read(f"{failures}/{count}")
+
+
 def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpec:
     """This host's daemons for a job on several hosts, for :func:`launcher.ensure`.
 
@@ -154,9 +169,13 @@ def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpe
     spec = job_daemons(settings, directory, coordinator=address, peers=_peers(address, own))
     if launcher.is_up(spec):
         return spec
+
+    def prepare() -> None:
+        write_tls_files(directory, rendezvous.tls)
+        write_record(spec)
+
     launcher.make_private_dir(directory)
     files = write_tls_files(directory, rendezvous.tls)
-    write_record(spec)
     if why := network.probe_daemon(address, Tls(*files), timeouts.COORDINATOR_REACH_S):
         host = rendezvous.leader.host
         raise UnavailableError(
@@ -165,16 +184,17 @@ def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpe
             f"each other (firewall), name an address and port of {host} that the others can reach by "
             f"PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
         )
-    return left_spools.with_left_spools(settings, spec, rendezvous.job)
+    return replace(left_spools.with_left_spools(settings, spec), prepare=prepare)
 
 
 def _is_leader(store: RankStore, incarnation: int, own: HostInfo, first: HostInfo) -> bool:
     if own.rank not in (0, first.rank):
         return False
     key = f"{incarnation}/lead"
-    if own.rank != 0 and store.poll(lambda: store.read(key), timeouts.LEADER_S) is not None:
-        return False
-    return store.claim(key, str(own.rank)) == str(own.rank)
+    leader = None
+    if own.rank != 0:
+        leader = store.poll(lambda: store.read(key), timeouts.LEADER_S)
+    return (leader or store.claim(key, str(own.rank))) == str(own.rank)
 
 
 def _decide(
@@ -202,9 +222,13 @@ def _decide(
             # Some ranks haven't reported; but over loopback they can only be on this host.
             towards = "here"
         rendezvous = None if towards == "here" else _start_coordinator(own, towards, settings)
-    except PannierError as error:
-        # So that the other ranks fail at once, not at their deadline.
-        store.claim(key, json.dumps({"problem": f"rank {own.rank} ({own.host}): {error}"}))
+    except Exception as error:
+        # So that the other ranks fail at once, not at their deadline. Only a success is final: the next save
+        # tries again.
+        failures = f"{incarnation}/failures"
+        problem = json.dumps({"problem": f"rank {own.rank} ({own.host}): {error}"})
+        store.claim(f"{failures}/{store.count(failures) + 1}", problem)
+        store.count(failures, 1)
         raise
     store.claim(key, _encode(rendezvous))
     return rendezvous
@@ -220,7 +244,11 @@ def _start_coordinator(own: HostInfo, towards: str | None, settings: Settings) -
     global _started
     with _started_lock:
         job = job_key(settings)
-        if _started is not None and (_started[0], _started[1].job) == (settings, job):
+        if (
+            _started is not None
+            and (_started[0], _started[1].job) == (settings, job)
+            and network.is_own(_started[1].coordinator)
+        ):
             rendezvous, tls = replace(_started[1], leader=own), _started[2]
         else:
             rendezvous, tls = _find_earlier(settings, job, own) or _new(settings, job, own, towards)
@@ -231,11 +259,14 @@ def _start_coordinator(own: HostInfo, towards: str | None, settings: Settings) -
             listen=rendezvous.coordinator,
             peers=_peers(rendezvous.coordinator, own),
         )
-        launcher.make_private_dir(directory)
-        write_tls_files(directory, tls)
-        write_private_file(directory / _RECORD, _encode(rendezvous))
-        write_record(spec)
-        launcher.ensure(settings, left_spools.with_left_spools(settings, spec, job))
+
+        def prepare() -> None:
+            write_tls_files(directory, tls)
+            write_private_file(directory / _RECORD, _encode(rendezvous))
+            write_record(spec)
+
+        spec = replace(left_spools.with_left_spools(settings, spec), prepare=prepare)
+        launcher.ensure(settings, spec)
         if why := launcher.await_listening(
             spec, rendezvous.coordinator, timeouts.COORDINATOR_START_S
         ):
@@ -251,8 +282,8 @@ def _start_coordinator(own: HostInfo, towards: str | None, settings: Settings) -
 def _find_earlier(
     settings: Settings, job: str, own: HostInfo
 ) -> tuple[Rendezvous, TlsBundle] | None:
-    """The coordinator of an earlier start of the job on this host, running or killed, if usable."""
-    for directory in reversed(addresses.job_dirs(settings.runtime_dir, job, own.host)):
+    """The coordinator of an earlier start of the job on this host, running or killed, if it is that and answers."""
+    for directory in reversed(addresses.job_dirs(settings.runtime_dir, job)):
         try:
             spec = read_record(directory)
             if (
@@ -265,8 +296,14 @@ def _find_earlier(
             tls = TlsBundle(*(path.read_text() for path in tls_files(directory)))
             if rendezvous is None or settings.listen not in (None, rendezvous.coordinator):
                 continue
+            if settings.listen is None and not _is_same_job(job):
+                continue
             if not launcher.is_up(spec):
                 network.check_free(rendezvous.coordinator)
+            elif why := network.probe_daemon(
+                rendezvous.coordinator, Tls(*tls_files(directory)), timeouts.COORDINATOR_REACH_S
+            ):
+                raise ConfigurationError(f"{rendezvous.coordinator}: {why}")
         except FileNotFoundError:  # they are exiting
             continue
         except (ValueError, ConfigurationError) as error:
@@ -322,25 +359,30 @@ def job_key(settings: Settings) -> str:
     ):
         if name:
             return f"{kind} {name}"
-    return f"at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return f"{_AT}{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def _is_same_job(job: str) -> bool:
+    """Whether an earlier start with this :func:`job_key` was one of the same job.
+
+    The next training on these hosts mostly has the same address and port; torchrun says whether it restarts workers:
+    https://docs.pytorch.org/docs/2.13/elastic/run.html (environment variables).
+    """
+    return not job.startswith(_AT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def launch_id(settings: Settings) -> str:
     """Hash of :func:`job_key`, by which a coordinator knows earlier starts of the job; empty: not known."""
     key = job_key(settings)
-    if key.startswith("at ") and addresses.is_loopback(os.environ.get("MASTER_ADDR", "localhost")):
+    if key.startswith(_AT) and addresses.is_loopback(os.environ.get("MASTER_ADDR", "localhost")):
         return ""  # Each host may have such a job.
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def _directory(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> Path:
-    # The leader's directory, which has the server's certificate, even if the host has several names.
-    host = (
-        rendezvous.leader.host
-        if own.runtime_dir_id == rendezvous.leader.runtime_dir_id
-        else own.host
+    return addresses.job_dir(
+        settings.runtime_dir, rendezvous.job, rendezvous.start_id, own.runtime_dir_id
     )
-    return addresses.job_dir(settings.runtime_dir, rendezvous.job, rendezvous.start_id, host)
 
 
 def _encode(rendezvous: Rendezvous | None) -> str:

@@ -44,6 +44,7 @@ from pannier.wire.records import (
     fits,
     parse_decision,
 )
+from pannier.wire.retention_record import RetentionRecord
 
 _log = logging.getLogger(__name__)
 
@@ -399,17 +400,14 @@ def describe_removal(directory: StorageDir) -> str:
     """When retention removed the checkpoint of this directory; empty: it has no record of that."""
     root, _, record = _find_retention(directory)
     name = directory.url.removeprefix(root.url).lstrip("/")
-    removed = record.get("removed", [])
-    for each in reversed(removed if isinstance(removed, list) else []):
-        if isinstance(each, Mapping) and each.get("name") == name:
-            at = each.get("time")
-            when = time.gmtime(at if isinstance(at, int | float) else 0)
-            shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", when)
-            return f"retention (job {each.get('job')}) removed it at {shown}"
+    for each in reversed(record.removed):
+        if each.name == name:
+            shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(each.time))
+            return f"retention (job {each.job}) removed it at {shown}"
     return ""
 
 
-def _find_retention(directory: StorageDir) -> tuple[StorageDir, Pattern, dict[str, Any]]:
+def _find_retention(directory: StorageDir) -> tuple[StorageDir, Pattern, RetentionRecord]:
     """The root and the pattern by which retention finds this checkpoint, and its record there.
 
     The directory above, with an empty record, unless there is a record there or further above.
@@ -417,24 +415,24 @@ def _find_retention(directory: StorageDir) -> tuple[StorageDir, Pattern, dict[st
     root, name = directory.parent, directory.name
     for _ in range(_LEVELS):
         try:
-            record = _parse(root.find(object_names.retention_record()) or b"{}")
-            pattern = Pattern(record.get("pattern", CHILDREN.text))
+            record = RetentionRecord.parse(root.find(object_names.retention_record()) or b"")
+            pattern = Pattern(record.pattern)
         except (StorageError, InvalidRequestError) as error:
             _log.warning("can't read whether retention removed %s: %s", directory.url, error)
             break
-        if record and pattern.matches(name):
+        if record != RetentionRecord() and pattern.matches(name):
             return root, pattern, record
         if not root.parent.name:
             break
         root, name = root.parent, f"{root.name}/{name}"
-    return directory.parent, CHILDREN, {}
+    return directory.parent, CHILDREN, RetentionRecord()
 
 
 def _parse(content: bytes) -> dict[str, Any]:
     """A JSON object, for messages; empty when it can't be parsed."""
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

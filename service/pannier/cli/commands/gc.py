@@ -15,7 +15,6 @@ from pannier.cli import output
 from pannier.cli.errors import OK, UNREACHABLE, Failures
 from pannier.cli.options import Location, Seconds, option, output_options, storage_options
 from pannier.cli.table import Column, Fit, Table
-from pannier.maintenance.delete_checkpoint import remove_directory
 from pannier.maintenance.gc import (
     ABANDONED_AFTER_S,
     Kept,
@@ -27,7 +26,7 @@ from pannier.maintenance.gc import (
 )
 from pannier.maintenance.inspect import by_checkpoint
 from pannier.maintenance.superseded import GRACE_S
-from pannier.storage import open_store
+from pannier.storage import check_no_link, open_store
 
 
 @dataclass
@@ -92,6 +91,7 @@ def command(
     "checkpoint", "attempt" (null: the whole checkpoint), "reason" (text) and
     "bytes".
     """
+    check_no_link(root)
     rules = Rules(grace_s=grace, abandoned_after_s=abandoned_after)
     found = _Found()
     try:
@@ -139,13 +139,13 @@ async def _collect(
         now = time.time() if dry_run else await store_time(store)
         for directory in checkpoints:
             checkpoint = f"{root.rstrip('/')}/{directory}".rstrip("/")
-            place = open_store(checkpoint, storage_options=options)
+            place = open_store(checkpoint, storage_options=options, allow=(root,))
             try:
                 report = await sweep(place, rules, now=now, host=host, dry_run=dry_run)
+                if report.removed and not dry_run:
+                    await place.remove_directory()
             finally:
                 await place.close()
-            if report.removed and not dry_run:
-                remove_directory(checkpoint)
             found.removed += [(checkpoint, removed) for removed in report.removed]
             found.kept += [(checkpoint, kept) for kept in report.kept]
             for error in report.errors:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -14,6 +15,9 @@ from pannier.cli.table import Column, Fit, Table
 from pannier.common.locations import Pattern
 from pannier.maintenance.retention_run import read_record
 from pannier.storage import open_store
+
+Kept = Mapping[str, Mapping[str, Sequence[str]]]
+"""Reasons by job and name of a checkpoint."""
 
 
 @click.command("ls")
@@ -84,7 +88,7 @@ def command(
     output.show(table, wide=wide)
 
 
-def _fields(root: str, checkpoint: Checkpoint, kept: dict[str, Any]) -> dict[str, Any]:
+def _fields(root: str, checkpoint: Checkpoint, kept: Kept) -> dict[str, Any]:
     named = dataclasses.asdict(checkpoint)
     return {
         "checkpoint": f"{root.rstrip('/')}/{checkpoint.name}".rstrip("/"),
@@ -98,17 +102,16 @@ def _fields(root: str, checkpoint: Checkpoint, kept: dict[str, Any]) -> dict[str
     }
 
 
-def _reasons(kept: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
-    reasons: list[str] = kept.get(checkpoint.job, {}).get(checkpoint.name, [])
-    return reasons
+def _reasons(kept: Kept, checkpoint: Checkpoint) -> list[str]:
+    return list(kept.get(checkpoint.job, {}).get(checkpoint.name, ()))
 
 
 async def _list(
     root: str, pattern: Pattern | None, options: dict[str, Any]
-) -> tuple[list[Checkpoint], dict[str, Any]]:
+) -> tuple[list[Checkpoint], Kept]:
     """The checkpoints, and the reasons why retention kept them, by job and name."""
     store = open_store(root, storage_options=options)
     try:
-        return await list_checkpoints(store, pattern), (await read_record(store)).get("kept", {})
+        return await list_checkpoints(store, pattern), (await read_record(store)).kept
     finally:
         await store.close()

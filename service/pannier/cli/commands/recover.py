@@ -22,7 +22,7 @@ from pannier.maintenance.recover import (
     finish_attempt,
     predict_outcome,
 )
-from pannier.storage import StorageError, Store, open_store
+from pannier.storage import StorageError, Store, check_no_link, open_store
 from pannier.v1 import records_pb2
 from pannier.wire.errors import ConfigurationError
 
@@ -78,6 +78,7 @@ def command(
     list of objects with "rank" and "host"), "reason" (text, may be empty) and "time"
     (when the attempt was last written to; Unix time in seconds).
     """
+    check_no_link(place)
     results = _Results()
     try:
         asyncio.run(_recover(place, storage_options, abort, dry_run, results))
@@ -104,7 +105,7 @@ async def _recover(
         await store.close()
     for directory, objects in checkpoints.items():
         checkpoint = f"{place.rstrip('/')}/{directory}".rstrip("/")
-        store = open_store(checkpoint, storage_options=options)
+        store = open_store(checkpoint, storage_options=options, allow=(place,))
         try:
             for interrupted in await find_interrupted(store, objects):
                 outcome = await _finish(store, interrupted, abort, dry_run, results.failures)

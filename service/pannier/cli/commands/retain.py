@@ -59,7 +59,7 @@ def command(
     policy = policy_of(settings)
     outcomes = asyncio.run(
         retain(
-            lambda url: open_store(url, storage_options=storage_options),
+            lambda url: open_store(url, storage_options=storage_options, allow=(root,)),
             root,
             policy,
             job=job,

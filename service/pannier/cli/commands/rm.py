@@ -16,9 +16,8 @@ from pannier.maintenance.delete_checkpoint import (
     name_readers,
     plan_removal,
     remove_checkpoint,
-    remove_directory,
 )
-from pannier.storage import open_store
+from pannier.storage import check_no_link, open_store
 
 
 @click.command("rm")
@@ -41,6 +40,7 @@ def command(
     """
     if as_json and not yes:
         raise click.UsageError("--json can't ask for confirmation: give --yes as well")
+    check_no_link(checkpoint_id)
     plan, gone = asyncio.run(_remove(checkpoint_id, storage_options, yes))
     size = sum(info.size for info in gone.objects)
     if as_json:
@@ -71,9 +71,9 @@ async def _remove(
         if not yes:
             _confirm(_question(checkpoint_id, plan))
         gone = await remove_checkpoint(store, plan, host=socket.gethostname())
+        await store.remove_directory()
     finally:
         await store.close()
-    remove_directory(checkpoint_id)
     return plan, gone
 
 

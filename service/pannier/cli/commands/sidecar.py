@@ -46,7 +46,7 @@ DEFAULT_ADDRESS = "unix:///run/pannier/sidecar.sock"
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIRECTORY",
     help="Holds data files until they are in storage; tmpfs or a fast local disk.  [default: below "
-    "/dev/shm when a quarter of the host's memory or 4 GiB is free there, else beside the socket]",
+    "/dev/shm when a quarter of the host's memory or 4 GiB is free there, else beside the socket; none with --jobs]",
 )
 @option(
     "--spool-budget",
@@ -126,33 +126,20 @@ def command(*, discard: bool, **settings: Any) -> None:
                       --spool-budget
       "memory"        most bytes of its upload buffers; default: --memory
     """
+    from pannier.common import daemon_record
     from pannier.sidecar.config import SidecarConfig
     from pannier.sidecar.main import run
     from pannier.sidecar.spool import leftovers
 
     ctx = click.get_current_context()
-    if settings["spool"] is None:
-        settings["spool"] = _spool_beside(settings["address"])
     if discard and settings["jobs"] is not None:
         raise click.UsageError("--discard doesn't go with --jobs: each job has a spool of its own")
-    status = run(SidecarConfig(**daemon_settings(settings)))
-    if discard and status == 0:
-        leftovers.discard(settings["spool"])
+    config = SidecarConfig(**daemon_settings(settings))
+    status = run(config)
+    spool = config.spool or daemon_record.recorded_spool(config.runtime_dir)
+    if discard and status == 0 and spool is not None:
+        leftovers.discard(spool)
     ctx.exit(status)
-
-
-def _spool_beside(address: str) -> Path:
-    from pannier.cli.commands.up import default_spool
-    from pannier.daemon.listeners import socket_path
-    from pannier.wire.addresses import runtime_dir
-
-    path = socket_path(address)
-    if path is None:
-        raise click.UsageError(
-            f"--address={address} is not a socket with a directory for the spool: give --spool "
-            "(PANNIER_SPOOL)"
-        )
-    return default_spool(path.parent, runtime_dir())
 
 
 def daemon_settings(settings: dict[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,13 @@ import json
 import logging
 import os
 import pkgutil
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+import filelock
 from click.core import ParameterSource
 
 from pannier.cli.errors import NEGATIVE, complain
@@ -36,9 +36,6 @@ from pannier.cli.options import (
 )
 from pannier.supervisor.process_title import set_process_title
 from pannier.supervisor.up import AlreadyRunningError, Supervisor, UnsafeDirectoryError
-
-_ROOM = 4 << 30
-"""Free bytes in /dev/shm that suffice for the spool on a host of any size."""
 
 
 @click.command("up")
@@ -153,7 +150,6 @@ def command(
             f"--listen={listen} is for the coordinator, and --coordinator names one at "
             f"{coordinator}: give only one of them"
         )
-    spool = spool or default_spool(directory, addresses.runtime_dir())
     common = ["--embedded", "--log-format", log_format]
     common += _flags(settings, "allow", "storage_options", "host", *_TLS)
     idle = _flags(settings, "idle_exit")
@@ -187,7 +183,7 @@ def command(
             _run,
             *("sidecar", "--address", sidecar),
             *("--coordinator", coordinator or own_coordinator),
-            *("--spool", str(spool), "--grace", str(grace)),
+            *("--grace", str(grace), *([] if spool is None else ["--spool", str(spool)])),
             *common,
             *_flags(settings, "spool_budget", "memory", "peers", "peers_name", "restore_budget"),
             *_flags(settings, "upload_threads", "upload_limit"),
@@ -214,20 +210,27 @@ def command(
     ctx.exit(status)
 
 
-def _discard(directory: Path, spool: Path) -> None:
+def _discard(directory: Path, spool: Path | None) -> None:
     """Removes all files of daemons that won't be started again, except their log.
 
     A daemon that was signalled exits like an idle one: what it has not uploaded stays, with the record by
     which the job's next start finds it.
     """
+    from pannier.common import daemon_record
     from pannier.sidecar.spool import leftovers
     from pannier.wire import addresses
 
-    if not leftovers.discard(spool):
-        return
-    for path in directory.iterdir():
-        if path.name != addresses.LOG and path.is_file():
-            path.unlink(missing_ok=True)
+    spool = spool or daemon_record.recorded_spool(directory)
+    lock = filelock.FileLock(directory / daemon_record.START_LOCK, mode=0o600)
+    try:
+        with lock.acquire(timeout=0):
+            if spool is not None and not leftovers.discard(spool):
+                return
+            for path in directory.iterdir():
+                if path.name != addresses.LOG and path.is_file():
+                    path.unlink(missing_ok=True)
+    except filelock.Timeout:
+        logging.getLogger(__name__).info("they are being started again: their files stay")
 
 
 def _run(*words: str) -> NoReturn:
@@ -290,24 +293,3 @@ def _flags(settings: dict[str, Any], *names: str) -> list[str]:
                 text = json.dumps(one) if isinstance(one, dict) else str(one)
                 words += ["--" + name.replace("_", "-"), text]
     return words
-
-
-def default_spool(directory: Path, usual: Path) -> Path:
-    """Default spool of the embedded sidecar of the runtime directory ``directory``.
-
-    On tmpfs when that has space, one per user; each runtime directory other than the
-    ``usual`` one has its own.
-    """
-    from pannier.wire.version import WIRE_VERSION
-
-    memory = Path("/dev/shm")
-    if os.access(memory, os.W_OK):
-        space = os.statvfs(memory)
-        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # A rank's state must fit twice; a host's memory is in proportion to the states that it trains.
-        if space.f_bavail * space.f_frsize >= min(_ROOM, whole // 4):
-            name = f"pannier-{os.getuid()}-v{WIRE_VERSION}"
-            if directory != usual.absolute() or "PANNIER_RUNTIME_DIR" in os.environ:
-                name += f"-{zlib.crc32(os.fsencode(directory)):08x}"
-            return memory / name
-    return directory / "spool"

@@ -1,7 +1,7 @@
 """Admits a rank to a save: with its local plan, or with a claim to use a cached plan.
 
 In: a rank's plan or claim, from its call or its sidecar's report. Out: a save that has recorded it, or that
-fails because of it. Event loop only; no I/O but for symbolic links.
+fails because of it. Event loop only; no I/O.
 """
 
 from typing import Final
@@ -22,14 +22,11 @@ _CALLS: Final = {PlanMode.PREPARE: "prepare", PlanMode.SAVE: "async_save"}
 
 def check_destination(save: Save, stores: Stores, rank: int) -> None:
     """Raises InvalidRequestError or ConfigurationError, and fails the save, for a refused destination."""
-    if save.destination_allowed:
-        return
     try:
         stores.check(save.context.checkpoint_id)
     except (InvalidRequestError, ConfigurationError) as error:
         save.fail(save_pb2.FAILURE_KIND_STORAGE, str(error), rank)
         raise
-    save.allow_destination()
 
 
 def admit(save: Save, given: RankPlan | CachedPlanClaim, *, mode: PlanMode = PlanMode.SAVE) -> None:

@@ -38,6 +38,7 @@ from pannier.wire.errors import (
     IntegrityError,
     InvalidRequestError,
     PannierError,
+    UnavailableError,
 )
 
 _log = logging.getLogger(__name__)
@@ -278,7 +279,7 @@ class AttemptEnd:
         async def ask() -> object_names.Attempt:
             try:
                 return await stores.attempt(save.context)
-            except (InvalidRequestError, ConfigurationError) as error:
+            except (InvalidRequestError, ConfigurationError, UnavailableError) as error:
                 # An earlier process may have planned it, when --allow was wider.
                 raise StorageError(f"what became of it can't be read: {error}") from error
 

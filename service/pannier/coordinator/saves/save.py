@@ -73,8 +73,6 @@ class Save:
         self.state = State.PLANNING
         self.mode = PlanMode.UNDECLARED
         self.origin = Origin.NEW
-        self.destination_allowed = False
-        """The checkpoint id was found to be below an allowed root."""
         self.records = AttemptRecords()
         self.participants = Participants(
             context.ranks, recall=recall, suspect_after_s=suspect_after_s
@@ -197,10 +195,6 @@ class Save:
     def declare_mode(self, mode: PlanMode) -> None:
         """Records who makes the plan."""
         self.mode = moved(self.mode, mode, self.label)
-
-    def allow_destination(self) -> None:
-        """Records that the checkpoint id is below an allowed root."""
-        self.destination_allowed = True
 
     def resume(self) -> None:
         """Continues from storage: another process of a coordinator has agreed on a plan."""

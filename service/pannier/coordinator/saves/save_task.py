@@ -54,7 +54,12 @@ from pannier.storage import StorageError, Store
 from pannier.storage.base import limited
 from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import ConfigurationError, DeadlineError, InvalidRequestError
+from pannier.wire.errors import (
+    ConfigurationError,
+    DeadlineError,
+    InvalidRequestError,
+    UnavailableError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -280,6 +285,8 @@ class SaveTask:
                 f"{save.storage_wait} did not answer within {seconds:.0f} s; can this coordinator "
                 "reach it?"
             ) from None
+        except (InvalidRequestError, UnavailableError) as error:
+            raise StorageError(str(error)) from error
         save.storage_answered()
         return answer
 

@@ -63,7 +63,7 @@ class StatusGateway(status_pb2_grpc.StatusServicer):
         info = DaemonInfo(
             self._config.host,
             draining=self._jobs.draining,
-            backlog=lambda: _sum(answers, self._config.spool),
+            backlog=lambda: _sum(answers, self._config.jobs_spool),
             trainers=lambda: sum(answer.trainers for answer in answers),
         )
         merged = describe_daemon(info)

@@ -150,9 +150,11 @@ class JobSupervisor:
     def _prepare(self) -> filelock.BaseFileLock:
         config = self._config
         try:
-            make_private_directory(config.spool)
+            make_private_directory(config.jobs_spool)
         except OSError as error:
-            raise ConfigurationError(f"the spool {config.spool} can't be used: {error}") from error
+            raise ConfigurationError(
+                f"the spool {config.jobs_spool} can't be used: {error}"
+            ) from error
         make_parent(self._parent)
         lock = filelock.FileLock(self._parent / LOCK, timeout=0, mode=0o600, is_singleton=False)
         try:
@@ -205,7 +207,7 @@ class JobSupervisor:
         elif job.config.leaving and code == OK:
             del self._jobs[name]
             with suppress(OSError):  # not empty: it stays
-                (self._config.spool / name).rmdir()
+                (self._config.jobs_spool / name).rmdir()
             _log.info("job %s is no longer served: nothing of it is left to upload", name)
         else:
             job.daemon.crashed(code)
@@ -250,7 +252,7 @@ class JobSupervisor:
 
     def _report_unserved(self) -> None:
         """Warns of files in the spool that belong to no job, so that they are never uploaded."""
-        found = {path.name for path in self._config.spool.iterdir()}
+        found = {path.name for path in self._config.jobs_spool.iterdir()}
         if unserved := sorted(found - self._jobs.keys()):
             more = f" and {len(unserved) - 4} more" if len(unserved) > 4 else ""
             _log.warning(
@@ -266,7 +268,7 @@ class JobSupervisor:
             jobs=None,
             address=job_address(self._parent, job.name),
             coordinator=job.coordinator or config.coordinator,
-            spool=config.spool / job.name,
+            spool=config.jobs_spool / job.name,
             spool_budget=job.spool_budget or config.spool_budget,
             memory=job.memory or config.memory,
             allow=job.allow,

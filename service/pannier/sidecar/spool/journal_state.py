@@ -8,11 +8,12 @@ thread, which owns the states, writes records in the order of the calls.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pannier.common import fault_points
+from pannier.common.daemon_record import differing
 from pannier.sidecar.save_state import RankSave, Save
 from pannier.sidecar.spool import boot_clock
 from pannier.sidecar.spool.data_file import DataFile
@@ -38,7 +39,13 @@ class JournalState:
     Raises ConfigurationError when the journal that is there can't be read, or none can be written.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, storage: Mapping[str, str] = {}) -> None:
+        """Reads the journal in the directory, if there is one.
+
+        Args:
+            storage: see :func:`pannier.common.daemon_record.storage_variables`; recorded with each rank.
+        """
+        self._storage = journal_pb2.StorageSettings(hashes=storage)
         self._journal = Journal(directory)
         self._states = RankStates()
         self._threads = Threads("the journal", patience_s=math.inf, threads=1)
@@ -65,6 +72,12 @@ class JournalState:
         order of their ends; before the first change."""
         return list(self._states)
 
+    def other_storage(self, state: RankState) -> list[str]:
+        """Names of the variables by which the state's rank was to be stored elsewhere than this process stores."""
+        if not state.begun.HasField("storage"):
+            return []
+        return differing(dict(state.begun.storage.hashes), dict(self._storage.hashes))
+
     def bind(self, rank: RankSave, state: RankState) -> None:
         """Records changes of ``rank`` under ``state`` from now on; before the first change."""
         self._numbers[rank] = state.number
@@ -87,7 +100,7 @@ class JournalState:
             stamp=file.stamp,
             boot_id=boot_clock.boot_id() if file.stamp else "",
         )
-        await self._run(self._append, rank, "opened", Record(opened=opened), _begun(rank))
+        await self._run(self._append, rank, "opened", Record(opened=opened), self._begun(rank))
 
     async def record_held(self, rank: RankSave, file: DataFile) -> None:
         """More bytes of ``file`` are in the spool."""
@@ -96,7 +109,7 @@ class JournalState:
 
     async def record_ingested(self, rank: RankSave, receipt: records_pb2.Receipt) -> None:
         """The trainer may die once this returns: the record is on disk. May take long."""
-        await self._run(self._append, rank, "ingested", Record(ingested=receipt), _begun(rank))
+        await self._run(self._append, rank, "ingested", Record(ingested=receipt), self._begun(rank))
         await self._sync()
         fault_points.point("sidecar.ingested.synced")
 
@@ -280,6 +293,26 @@ class JournalState:
             what == "confirmed" and bool(state.begun.plan_id)
         )
 
+    def _begun(self, rank: RankSave) -> journal_pb2.PartBegun | None:
+        """The rank's first record; None when it has ended: its end wasn't recorded, since it had no state yet."""
+        if rank.save.outcome is not None or rank.failure is not None:
+            return None
+        begun = journal_pb2.PartBegun(
+            context=rank.context,
+            attempt=rank.attempt,
+            plan_id=rank.plan.id,
+            planned=rank.plan.sizes is not None,
+            created_at=rank.save.created_at,
+            replica=rank.replica,
+            storage=self._storage,
+        )
+        for name, size in (rank.plan.sizes or {}).items():
+            begun.files.append(plan_pb2.PlannedFile(name=name, size=size))
+        if rank.claim is not None:
+            begun.claim.CopyFrom(rank.claim)
+        boot_clock.note(begun, rank.deadlines.save)
+        return begun
+
     def _has_deadline(self, number: int) -> bool:
         state = self._states.by_number.get(number)
         return state is None or bool(state.begun.save_timeout_s)
@@ -291,23 +324,3 @@ def _ended(outcome: save_pb2.SaveStatus) -> Record:
 
 def _confirmed(plan_id: str) -> Record:
     return Record(confirmed=journal_pb2.PlanConfirmed(plan_id=plan_id))
-
-
-def _begun(rank: RankSave) -> journal_pb2.PartBegun | None:
-    """The rank's first record; None when it has ended: its end wasn't recorded, since it had no state yet."""
-    if rank.save.outcome is not None or rank.failure is not None:
-        return None
-    begun = journal_pb2.PartBegun(
-        context=rank.context,
-        attempt=rank.attempt,
-        plan_id=rank.plan.id,
-        planned=rank.plan.sizes is not None,
-        created_at=rank.save.created_at,
-        replica=rank.replica,
-    )
-    for name, size in (rank.plan.sizes or {}).items():
-        begun.files.append(plan_pb2.PlannedFile(name=name, size=size))
-    if rank.claim is not None:
-        begun.claim.CopyFrom(rank.claim)
-    boot_clock.note(begun, rank.deadlines.save)
-    return begun

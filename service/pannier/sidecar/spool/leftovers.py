@@ -43,6 +43,4 @@ def _awaits_upload(spool: Path) -> bool:
     states = RankStates()
     for record in contents.records:
         states.apply(record)
-    return contents.damaged_at is not None or any(
-        not state.stored and state.failure is None and state.ended is None for state in states
-    )
+    return contents.damaged_at is not None or any(state.awaits_upload for state in states)

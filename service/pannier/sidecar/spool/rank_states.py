@@ -60,9 +60,14 @@ class RankState:
     @property
     def needed(self) -> list[FileState]:
         """Files that still have to be uploaded from the spool."""
-        if self.stored or self.failure is not None or self.ended is not None:
+        if not self.awaits_upload:
             return []
         return [file for file in self.files.values() if not file.durable]
+
+    @property
+    def awaits_upload(self) -> bool:
+        """Whether the rank may still become durable."""
+        return not self.stored and self.failure is None and self.ended is None
 
     @property
     def committed(self) -> bool:

@@ -67,7 +67,9 @@ async def recover(
     Returns:
         the ranks whose trainers must send the rest.
     """
-    everything = journal.states()
+    found_states = journal.states()
+    foreign = [each for each in found_states if journal.other_storage(each)]
+    everything = [each for each in found_states if each not in foreign]
     committed = {save_text(each.begun.context.save) for each in everything if each.committed}
     copies = [each for each in everything if save_text(each.begun.context.save) in committed]
     others = [each for each in everything if each not in copies and each.is_replica]
@@ -84,6 +86,8 @@ async def recover(
         (state.number, file.name): spool_file
         for (state, file), spool_file in zip(in_spool, adopted, strict=True)
     }
+    for state in foreign:
+        await _leave_alone(state, journal, spool)
     await threads.run(spool.sweep)
     ends = {save_text(state.begun.context.save): end for end, state in enumerate(copies)}
     for state in copies:
@@ -136,6 +140,26 @@ async def recover(
             *(len(states), time.monotonic() - start, _summary(ranks)),
         )
     return [rank for rank in ranks if rank.save.outcome is None and rank.phase in BEFORE_HAND_OVER]
+
+
+async def _leave_alone(state: RankState, journal: JournalState, spool: Spool) -> None:
+    """Keeps a rank that was to be stored elsewhere, for a sidecar that stores there; names it.
+
+    If it was not handed over, or nothing is left to upload, it is dropped.
+    """
+    names = ", ".join(journal.other_storage(state))
+    if not state.awaits_upload or state.receipt is None:
+        await journal.forget(state)
+        return
+    for file in state.in_spool:
+        adopted = _adopt(spool, state, file)
+        if isinstance(adopted, PannierError):
+            _log.warning("%s of %s: %s", file.name, state.label, adopted)
+    _log.warning(
+        "%s was ingested by a sidecar with another value of %s, and isn't uploaded: start one with that value "
+        "on the spool %s (`pannier sidecar` or a trainer of that job), or remove the spool",
+        *(state.label, names, spool.directory),
+    )
 
 
 async def _add_copy(

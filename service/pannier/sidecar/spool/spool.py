@@ -38,6 +38,10 @@ _PIECE: Final = 8 << 20  # bytes that are moved into huge pages at a time
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
+class SpoolInUseError(ConfigurationError):
+    """Another sidecar has locked the spool, or another user made its directory."""
+
+
 class SpoolFile:
     """One file of the spool with ``capacity`` bytes reserved, owned by the caller of :meth:`Spool.take`."""
 
@@ -336,7 +340,7 @@ class Spool:
     def _check(self) -> None:
         found = self.directory.stat()
         if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ConfigurationError(
+            raise SpoolInUseError(
                 f"the spool {self.directory} belongs to user {found.st_uid} with mode "
                 f"{stat.S_IMODE(found.st_mode):o}: others can write it; name a directory "
                 "below it that doesn't exist yet, or chmod go-w one of your own"
@@ -349,7 +353,7 @@ class Spool:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise ConfigurationError(
+                raise SpoolInUseError(
                     f"another sidecar works on the spool {self.directory}{_lock_holder(fd)}; end it (embedded "
                     "daemons: `pannier down --runtime-dir DIRECTORY`), or give each its own --spool "
                     "(PANNIER_SPOOL)"

@@ -9,16 +9,17 @@ import errno
 import fcntl
 import math
 import os
+import posixpath
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pannier.common import timeouts
 from pannier.storage.base import Progress
 from pannier.storage.io_threads import Guarded, HungError, Threads
+from pannier.storage.local.directory import Directory, sync
 from pannier.storage.source_reader import SourceReader
 
 T = TypeVar("T")
@@ -36,74 +37,56 @@ class LinksUnsupportedError(OSError):
     """This file system has no hard links."""
 
 
-def sync_directory(directory: Path) -> None:
-    """Makes names in ``directory`` durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        # Some network file systems refuse it: there, names are durable without.
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(fd)
-
-
-def make_directory(directory: Path) -> None:
-    """Creates a directory and its parents, durably."""
-    missing = []
-    at = directory
-    while not at.is_dir():
-        # Checked again: another rank's upload may just have created it.
-        if at.exists() and not at.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, f"{at} is not a directory")
-        missing.append(at)
-        at = at.parent
-    for path in reversed(missing):
-        path.mkdir(exist_ok=True)
-        sync_directory(path.parent)
-
-
 class Draft:
-    """One unpublished file beside ``target``.
+    """One unpublished file in the directory of its target.
 
     Where the kernel supports it, the file has no name, so that even a killed process leaves nothing
     behind.
 
     Args:
-        target: final path; its directory is created.
+        target: final name; its directory is created.
         direct: write past the page cache, whose fresh pages cost several times the write
             itself; needs aligned buffers.
     """
 
-    def __init__(self, target: Path, *, direct: bool) -> None:
-        self._target = target
-        self._name: Path | None = None
+    def __init__(self, directory: Directory, target: str, *, direct: bool) -> None:
+        self._directory = directory
+        self._above, self._target = posixpath.split(target)
+        self._parent = -1
+        """Descriptor of the target's directory."""
+        self._name = ""
+        """Temporary name; empty: none."""
         self._direct = direct
-        self._fd = self._in_directory(self._open)
+        try:
+            self._fd = self._in_parent(self._open)
+        except BaseException:
+            self._leave()
+            raise
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC
         while True:
             direct = os.O_DIRECT if self._direct else 0
             try:
-                return os.open(self._target.parent, flags | os.O_TMPFILE | direct, 0o666)
+                return os.open(".", flags | os.O_TMPFILE | direct, 0o666, dir_fd=self._parent)
             except OSError as error:
-                if error.errno not in _NO_TMPFILE or not self._target.parent.is_dir():
+                if error.errno not in _NO_TMPFILE:
                     raise
             name = self._new_name()
+            create = flags | os.O_CREAT | os.O_EXCL | direct
             try:
-                fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | direct, 0o666)
+                fd = os.open(name, create, 0o666, dir_fd=self._parent)
             except OSError as error:
                 if error.errno == errno.EINVAL and self._direct:
-                    name.unlink(missing_ok=True)  # Created before the refusal.
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=self._parent)  # Created before the refusal.
                     self._direct = False
                     continue
                 raise
             self._name = name
             return fd
 
-    def _in_directory(self, make: Callable[[], T]) -> T:
+    def _in_parent(self, make: Callable[[], T]) -> T:
         """Runs ``make`` in the target's directory, which is created again when it is removed.
 
         A directory with nothing but a nameless file counts as empty, and is removed with its last
@@ -111,15 +94,22 @@ class Draft:
         """
         for last in range(_PRUNES, -1, -1):
             try:
-                make_directory(self._target.parent)
+                parent = self._directory.make(self._above)
+                self._leave()
+                self._parent = parent
                 return make()
             except FileNotFoundError:
                 if not last:
                     raise
         raise AssertionError("unreachable")
 
-    def _new_name(self) -> Path:
-        return self._target.with_name(f"{HIDDEN}{uuid.uuid4().hex}.tmp")
+    def _leave(self) -> None:
+        if self._parent >= 0:
+            os.close(self._parent)
+            self._parent = -1
+
+    def _new_name(self) -> str:
+        return f"{HIDDEN}{uuid.uuid4().hex}.tmp"
 
     def write(self, view: memoryview, offset: int) -> None:
         """Writes all of ``view``.
@@ -160,43 +150,39 @@ class Draft:
             LinksUnsupportedError: use :meth:`move`.
         """
         self._link(self._target)
-        self._sync_name()
+        sync(self._parent)
 
     def move(self) -> None:
         """:meth:`link` for file systems without links; only safe under the directory's lock."""
-        if os.path.lexists(self._target):
-            raise FileExistsError(errno.EEXIST, "exists", str(self._target))
+        with suppress(FileNotFoundError):
+            os.stat(self._target, dir_fd=self._parent, follow_symlinks=False)
+            raise FileExistsError(errno.EEXIST, "exists", self._target)
         self.replace()
 
     def replace(self) -> None:
         """Publishes it in place of the target; readers see the old or the new file."""
-        if self._name is None:
+        if not self._name:
             name = self._new_name()
             self._link(name)
             self._name = name
-        os.rename(self._name, self._target)
-        self._name = None
-        self._sync_name()
+        os.rename(self._name, self._target, src_dir_fd=self._parent, dst_dir_fd=self._parent)
+        self._name = ""
+        sync(self._parent)
 
-    def _sync_name(self) -> None:
-        # Without the directory, the published file was removed with it: there is no name to make durable.
-        with suppress(FileNotFoundError):
-            sync_directory(self._target.parent)
-
-    def _link_nameless(self, path: Path) -> None:
-        # os.link() follows /proc's link to the file only when a directory is given.
-        os.link(f"/proc/self/fd/{self._fd}", path, src_dir_fd=self._fd)
-
-    def _link(self, path: Path) -> None:
+    def _link(self, name: str) -> None:
         try:
-            if self._name is None:
-                self._in_directory(lambda: self._link_nameless(path))
+            if self._name:
+                os.link(self._name, name, src_dir_fd=self._parent, dst_dir_fd=self._parent)
             else:
-                os.link(self._name, path)
+                self._in_parent(lambda: self._link_nameless(name))
         except OSError as error:
             if error.errno in _NO_LINK:
                 raise LinksUnsupportedError(error.errno, error.strerror) from error
             raise
+
+    def _link_nameless(self, name: str) -> None:
+        # os.link() follows /proc's link to the file only when a directory is given.
+        os.link(f"/proc/self/fd/{self._fd}", name, src_dir_fd=self._fd, dst_dir_fd=self._parent)
 
     def stat(self) -> os.stat_result:
         """Status of the file, published or not."""
@@ -205,10 +191,11 @@ class Draft:
     def close(self) -> None:
         """Closes the file; removes it if it wasn't published."""
         os.close(self._fd)
-        if self._name is not None:
+        if self._name:
             with suppress(FileNotFoundError):
-                self._name.unlink()
-            self._name = None
+                os.unlink(self._name, dir_fd=self._parent)
+            self._name = ""
+        self._leave()
 
 
 class OpenDraft:

@@ -11,14 +11,15 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pannier.common import timeouts
 from pannier.storage.base import StorageError
-from pannier.storage.io_threads import Guarded, Threads, threads_of
+from pannier.storage.io_threads import Guarded, Threads
 from pannier.storage.local.atomic_file import HIDDEN
+from pannier.storage.local.directory import Directory
 
 T = TypeVar("T")
 
@@ -29,8 +30,8 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 class Locked:
     """A held lock. Released when the last call that needs it has returned."""
 
-    def __init__(self, path: Path, fd: int, threads: Threads) -> None:
-        self._guard = Guarded(lambda: _release(path, fd))
+    def __init__(self, held: "_Held", threads: Threads) -> None:
+        self._guard = Guarded(lambda: _release(held))
         self._threads = threads
 
     async def run(self, function: Callable[..., T], *args: Any, until: float) -> T:
@@ -45,75 +46,87 @@ class Locked:
 
 @asynccontextmanager
 async def locked(
-    directory: Path, end: float, threads: Threads | None = None
+    directory: Directory, name: str, end: float, threads: Threads
 ) -> AsyncIterator[Locked]:
-    """Holds the lock of an existing ``directory``.
+    """Holds the lock of the existing directory ``name`` in ``directory``.
 
     Args:
         end: time.monotonic() until which to wait for it.
-        threads: default: those of the directory.
 
     Raises:
         StorageError: another process held it until ``end``.
         OSError: the directory doesn't exist or can't be written.
     """
-    threads = threads or threads_of(str(directory))
-    path = directory / _NAME
     began = time.monotonic()
 
-    def undo(fd: int | None) -> None:
-        if fd is not None:
-            _release(path, fd)
+    def undo(held: _Held | None) -> None:
+        if held is not None:
+            _release(held)
 
     while True:
         until = max(end, time.monotonic() + timeouts.HUNG_CALL_S)
-        fd = await threads.run(_try, path, until=until, undo=undo)
-        if fd is not None:
+        taken = await threads.run(_try, directory, name, until=until, undo=undo)
+        if taken is not None:
             break
         if time.monotonic() > end:
-            waited_s = time.monotonic() - began
+            path = os.path.join(directory.path, name, _NAME)
             raise StorageError(
-                f"{path} was held by another process for {waited_s:.0f} s: is one stopped? "
+                f"{path} was held by another process for {time.monotonic() - began:.0f} s: is one stopped? "
                 "It is free again when that process ends"
             )
         # The kernel has no wait for a file lock with a deadline.
         await asyncio.sleep(timeouts.LOCK_AGAIN_S * (0.5 + random.random()))
-    held = Locked(path, fd, threads)
+    held = Locked(taken, threads)
     try:
         yield held
     finally:
         await held.release()
 
 
-def _try(path: Path) -> int | None:
-    fd = os.open(path, _FLAGS, 0o666)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        current = os.stat(path)
-        mine = os.fstat(fd)
-        if (current.st_dev, current.st_ino) == (mine.st_dev, mine.st_ino):
-            return fd
-    except FileNotFoundError:
-        # The previous holder removed it with its lock.
-        pass
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            os.close(fd)
-            raise
-    os.close(fd)
-    return None
+@dataclass(frozen=True)
+class _Held:
+    """Descriptors of a lock file that is locked, and of its directory."""
+
+    file: int
+    parent: int
 
 
-def _release(path: Path, fd: int) -> None:
+def _try(directory: Directory, name: str) -> _Held | None:
+    with directory.opened(name) as parent:
+        fd = os.open(_NAME, _FLAGS, 0o666, dir_fd=parent)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            current = os.stat(_NAME, dir_fd=parent, follow_symlinks=False)
+            mine = os.fstat(fd)
+            if (current.st_dev, current.st_ino) == (mine.st_dev, mine.st_ino):
+                return _Held(fd, os.dup(parent))
+        except FileNotFoundError:
+            # The previous holder removed it with its lock.
+            pass
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(fd)
+                raise
+        os.close(fd)
+        return None
+
+
+def _release(held: _Held) -> None:
     # First the name, then the lock: a process that locks the old file sees that it has no name.
-    path.unlink(missing_ok=True)
-    os.close(fd)
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(_NAME, dir_fd=held.parent)
+    finally:
+        os.close(held.parent)
+        os.close(held.file)
 
 
-def release_unheld(path: Path) -> bool:
-    """Whether ``path`` is a lock file; removes it unless it is held. Blocking."""
-    if path.name != _NAME:
+def release_unheld(directory: Directory, name: str) -> bool:
+    """Whether ``name`` is a lock file; removes it unless it is held. Blocking."""
+    above, last = os.path.split(name)
+    if last != _NAME:
         return False
-    if path.exists() and (fd := _try(path)) is not None:
-        _release(path, fd)
+    directory.stat(name)  # Raises FileNotFoundError: a lock must not be made only to be removed.
+    if (held := _try(directory, above)) is not None:
+        _release(held)
     return True
