@@ -105,10 +105,14 @@ async def read_decision(
 
 
 async def _read(
-    store: Store, key: str, attempt: str, save: save_pb2.SaveId | None = None
+    store: Store,
+    key: str,
+    attempt: str,
+    save: save_pb2.SaveId | None = None,
+    listed: ObjectInfo | None = None,
 ) -> records_pb2.Decision | None:
     try:
-        data = await store.read_whole(key, MOST_RECORD)
+        data = await store.read_whole(key, MOST_RECORD, listed)
     except NotFoundError:
         return None
     return parse_decision(data, attempt, f"{store.url}/{key}", save)
@@ -118,7 +122,7 @@ async def _read_once(store: Store, info: ObjectInfo, attempt: str) -> records_pb
     """The decision of a listing entry, from the cache if it was read before."""
     decision = _known.get((store.url, info))
     if decision is None:
-        decision = await _read(store, info.key, attempt)
+        decision = await _read(store, info.key, attempt, listed=info)
         if decision is not None:
             if len(_known) >= _KNOWN:
                 _known.clear()

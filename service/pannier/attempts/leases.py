@@ -55,7 +55,7 @@ async def read_leases(store: Store, objects: Iterable[ObjectInfo]) -> list[Lease
         lease = records_pb2.Lease()
         try:
             json_format.Parse(
-                await store.read_whole(info.key, MOST_NOTE), lease, ignore_unknown_fields=True
+                await store.read_whole(info.key, MOST_NOTE, info), lease, ignore_unknown_fields=True
             )
         except NotFoundError:
             continue

@@ -219,7 +219,7 @@ async def _classify_with_metadata(
     checksum, records = metadata.crc32c, directory.all_records()
     try:
         if checksum is None and records:
-            checksum = crc32c.crc32c(await store.read_whole(metadata.key, MOST_METADATA))
+            checksum = crc32c.crc32c(await store.read_whole(metadata.key, MOST_METADATA, metadata))
         committed = await find_committed(store, records, metadata.size, checksum or 0)
     except IntegrityError:
         # Its attempt is unknown; `pannier verify` reports the damage.

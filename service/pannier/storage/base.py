@@ -220,16 +220,17 @@ class Store(ABC):
     async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
         """Content, or a range of it, shorter where the object ends. Raises NotFoundError."""
 
-    async def read_whole(self, key: str, most: int) -> bytes:
+    async def read_whole(self, key: str, most: int, listed: "ObjectInfo | None" = None) -> bytes:
         """The content of an object that may be anybody's; not read if it is longer than a real one would be.
 
         Args:
             most: bytes.
+            listed: its entry in a listing, which saves a request.
 
         Raises NotFoundError, and IntegrityError when it is longer.
         """
         for _ in range(_READS):
-            info = await self.stat(key)
+            info, listed = listed or await self.stat(key), None
             if info is None:
                 raise NotFoundError(f"{self.url}/{key} doesn't exist")
             if info.size > most:
