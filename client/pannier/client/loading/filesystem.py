@@ -241,7 +241,7 @@ class StorageDir:
             yield
         except (FileNotFoundError, NotADirectoryError) as error:
             raise MissingError(f"{what} doesn't exist") from error
-        except StorageError:
+        except (StorageError, IntegrityError):
             raise
         except PermissionError as error:
             raise StorageError(
