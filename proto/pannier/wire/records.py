@@ -19,6 +19,13 @@ _SUFFIXES: Final = (".safetensors", ".safetensors.index.json")
 _READER: Final = "torch.distributed.checkpoint.HuggingFaceStorageReader"
 SAFETENSORS_HEAD: Final = 9
 """Bytes by which :func:`is_safetensors` recognises a file."""
+MOST_METADATA: Final = 2 << 30
+"""Bytes of a ``.metadata``, and of the other records below, that are read: well above those of any real one."""
+MOST_MANIFEST: Final = 1 << 30
+MOST_RECORD: Final = 64 << 20
+"""Of a decision or receipt."""
+MOST_NOTE: Final = 1 << 20
+"""Of an incarnation's record, a lease, a removal mark, the record of retention."""
 _LARGEST_HEADER: Final = 100_000_000
 """Bytes; safetensors refuses larger ones."""
 

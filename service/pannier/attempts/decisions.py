@@ -21,7 +21,7 @@ from pannier.storage.many import for_each
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, StorageError
-from pannier.wire.records import fits, match, parse_decision
+from pannier.wire.records import MOST_RECORD, fits, match, parse_decision
 
 _PROCESS: Final = uuid.uuid4().hex[:8]
 """Random, since process ids recur."""
@@ -106,10 +106,14 @@ async def read_decision(
 
 
 async def _read(
-    store: Store, key: str, attempt: str, save: save_pb2.SaveId | None = None
+    store: Store,
+    key: str,
+    attempt: str,
+    save: save_pb2.SaveId | None = None,
+    listed: ObjectInfo | None = None,
 ) -> records_pb2.Decision | None:
     try:
-        data = await store.read(key)
+        data = await store.read_whole(key, MOST_RECORD, listed)
     except NotFoundError:
         return None
     return parse_decision(data, attempt, f"{store.url}/{key}", save)
@@ -119,7 +123,7 @@ async def _read_once(store: Store, info: ObjectInfo, attempt: str) -> records_pb
     """The decision of a listing entry, from the cache if it was read before."""
     decision = _known.get((store.url, info))
     if decision is None:
-        decision = await _read(store, info.key, attempt)
+        decision = await _read(store, info.key, attempt, listed=info)
         if decision is not None:
             if len(_known) >= _KNOWN:
                 _known.clear()

@@ -16,6 +16,8 @@ from pannier.common import timeouts
 from pannier.storage import NotFoundError, ObjectInfo, Store
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
+from pannier.wire.errors import IntegrityError
+from pannier.wire.records import MOST_NOTE
 
 LIFE: Final = 3
 """A lease is valid for this many times its renewal period."""
@@ -52,10 +54,12 @@ async def read_leases(store: Store, objects: Iterable[ObjectInfo]) -> list[Lease
             continue
         lease = records_pb2.Lease()
         try:
-            json_format.Parse(await store.read(info.key), lease, ignore_unknown_fields=True)
+            json_format.Parse(
+                await store.read_whole(info.key, MOST_NOTE, info), lease, ignore_unknown_fields=True
+            )
         except NotFoundError:
             continue
-        except (json_format.ParseError, UnicodeDecodeError):
+        except (json_format.ParseError, UnicodeDecodeError, IntegrityError):
             lease.Clear()
         renew_s = lease.renew_s if lease.renew_s > 0 else timeouts.LEASE_UNKNOWN_RENEW_S
         expires = info.modified + LIFE * min(renew_s, timeouts.LEASE_LONGEST_RENEW_S)

@@ -24,6 +24,7 @@ from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
+from pannier.wire.records import MOST_METADATA
 
 _NEWEST: Final = 2**64 - 1
 
@@ -240,9 +241,9 @@ async def _classify_with_metadata(
 ) -> Checkpoint:
     """Raises NotFoundError when ``.metadata`` was removed since the listing."""
     checksum, records = metadata.crc32c, directory.all_records()
-    if checksum is None and records:
-        checksum = crc32c.crc32c(await store.read(metadata.key))
     try:
+        if checksum is None and records:
+            checksum = crc32c.crc32c(await store.read_whole(metadata.key, MOST_METADATA, metadata))
         committed = await find_committed(store, records, metadata.size, checksum or 0)
     except IntegrityError:
         # Its attempt is unknown; `pannier verify` reports the damage.

@@ -22,6 +22,7 @@ from pannier.storage import ConflictError, DeniedError, NotFoundError, StorageEr
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
+from pannier.wire.records import MOST_MANIFEST
 
 _Manifest = TypeVar("_Manifest", bound="ManifestRecord")
 
@@ -167,7 +168,7 @@ async def _read(
     store: Store, attempt: str, kind: type[_Manifest], save: save_pb2.SaveId
 ) -> _Manifest:
     key = object_names.manifest(attempt)
-    found = kind.parse(await store.read(key))
+    found = kind.parse(await store.read_whole(key, MOST_MANIFEST))
     if found.header.attempt != attempt:
         raise IntegrityError(f"{store.url}/{key} is of attempt {found.header.attempt!r}")
     object_names.check_record(f"{store.url}/{key}", attempt, found.header.save, save)

@@ -1,46 +1,14 @@
 """The files that a ``.metadata`` refers to, read without torch and without running code of the pickle.
 
 In: the bytes of a ``.metadata``. Out: the names of the files that it needs, which no deletion may touch.
-No name in the pickle is ever imported: each becomes an inert object that keeps its attributes. CPU-bound;
-any thread.
+CPU-bound, in proportion to the bytes; any thread.
 """
 
-import io
-import pickle
 import posixpath
-from typing import Any
 
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
-
-
-class _Inert:
-    """Replaces any class or function of the pickle, and its instances and results."""
-
-    def __init__(self, *_arguments: Any, **_named: Any) -> None:
-        self.state: Any = None
-
-    def __call__(self, *_arguments: Any, **_named: Any) -> "_Inert":
-        return _Inert()
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __setitem__(self, _key: Any, _value: Any) -> None:
-        """Items of a mapping of another class than dict."""
-
-    def append(self, _item: Any) -> None:
-        """Items of a list of another class than list."""
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, _module: str, _name: str) -> Any:
-        """An inert class for any name."""
-        return type("_Named", (_Inert,), {})
-
-    def persistent_load(self, _id: Any) -> Any:
-        """An inert object."""
-        return _Inert()
+from pannier.wire.metadata_pickle import Record, read_pickle
 
 
 def referenced_files(content: bytes, where: str) -> frozenset[str]:
@@ -67,14 +35,29 @@ def saved_by(content: bytes, where: str) -> tuple[str, frozenset[str]]:
 def _read(content: bytes, where: str) -> tuple[set[str], str]:
     """The files' names, and the id of the save; empty when it has none."""
     try:
-        state = _Unpickler(io.BytesIO(content)).load().state
+        state = _fields(read_pickle(content, where))
         places = state["storage_data"]
-        names = {str(place.state["relative_path"]) for place in places.values()}
+        if type(places) is not dict:
+            raise TypeError("storage_data is no dict")
+        names: set[str] = set()
+        for place in places.values():
+            name = _fields(place)["relative_path"]
+            if type(name) is not str:
+                raise TypeError(f"the name of a file is a {type(name).__name__}")
+            names.add(name)
         # Not every writer sets a storage_meta.
-        meta = getattr(state.get("storage_meta"), "state", None) or {}
-        return names, str(meta.get("save_id") or "")
-    except Exception as error:  # a damaged pickle can raise anything
+        meta = state.get("storage_meta")
+        save_id = None if meta is None else _fields(meta).get("save_id")
+    except (IntegrityError, KeyError, TypeError) as error:
         raise IntegrityError(
             f"{where} can't be read as a checkpoint's metadata, so that it isn't known which files it "
             f"needs: {type(error).__name__}: {error}"
         ) from error
+    return names, save_id if type(save_id) is str else ""
+
+
+def _fields(value: object) -> dict[object, object]:
+    """The fields of an instance. Raises TypeError."""
+    if type(value) is not Record or type(value.state) is not dict:
+        raise TypeError(f"a {type(value).__name__} in place of an object with fields")
+    return value.state

@@ -31,7 +31,7 @@ from pannier.storage.retry import contend
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, PannierError, StorageError
-from pannier.wire.records import match
+from pannier.wire.records import MOST_METADATA, match
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ async def publish_candidate(store: Store, attempt: str, metadata: bytes) -> byte
     try:
         await store.create(key, metadata)
     except ConflictError:
-        return await store.read(key)
+        return await store.read_whole(key, MOST_METADATA)
     point("coordinator.candidate.after")
     return metadata
 
@@ -269,7 +269,9 @@ async def settle_copies(
 
 async def _read_candidate(store: Store, decision: records_pb2.Decision) -> bytes:
     try:
-        data = await store.read(object_names.metadata_candidate(decision.attempt))
+        data = await store.read(
+            object_names.metadata_candidate(decision.attempt), 0, decision.metadata_size + 1
+        )
     except NotFoundError:
         if await is_removed(store, decision.attempt):
             await _undo_install(store, decision)
@@ -371,7 +373,7 @@ async def _read_standing(store: Store) -> _Standing:
         # A stale listing (NFS) may lack the decision: a newer checkpoint would be taken for foreign, and
         # replaced.
         try:
-            content = await store.read(object_names.METADATA)
+            content = await store.read_whole(object_names.METADATA, MOST_METADATA)
         except NotFoundError:
             continue
         if (len(content), crc32c.crc32c(content)) != (info.size, checksum):
@@ -407,7 +409,7 @@ async def stat_metadata(store: Store) -> tuple[ObjectInfo | None, int]:
         if info.crc32c is not None:
             return info, info.crc32c
         try:
-            data = await store.read(object_names.METADATA)
+            data = await store.read_whole(object_names.METADATA, MOST_METADATA)
         except NotFoundError:
             continue
         again = await store.stat(object_names.METADATA)

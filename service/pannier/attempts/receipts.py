@@ -11,7 +11,7 @@ from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
-from pannier.wire.records import parse_receipt
+from pannier.wire.records import MOST_RECORD, parse_receipt
 
 _log = logging.getLogger(__name__)
 
@@ -87,13 +87,13 @@ async def find_receipts(
         unlisted: requests all by name, without a listing, which may be stale (NFS).
     """
     listed = [] if unlisted else await store.list(object_names.receipts_prefix(attempt))
-    there = {info.key for info in listed}
+    there = {info.key: info for info in listed}
     wanted = [rank for rank in ranks if unlisted or object_names.receipt(attempt, rank) in there]
 
     async def read(rank: int) -> records_pb2.Receipt | None:
         key = object_names.receipt(attempt, rank)
         try:
-            data = await store.read(key)
+            data = await store.read_whole(key, MOST_RECORD, there.get(key))
             return parse_receipt(data, attempt, rank, f"{store.url}/{key}")
         except (NotFoundError, IntegrityError) as error:
             if isinstance(error, IntegrityError) or key in there:

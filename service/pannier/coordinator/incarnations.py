@@ -28,6 +28,7 @@ from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError
+from pannier.wire.records import MOST_NOTE
 
 _TERM_SHIFT: Final = 22
 """Bits of an ordinal below its term."""
@@ -319,7 +320,7 @@ async def _shown(root: Store) -> dict[str, int]:
 
 
 async def _read(root: Store, number: int) -> records_pb2.IncarnationRecord:
-    data = await root.read(object_names.incarnation_record(number))
+    data = await root.read_whole(object_names.incarnation_record(number), MOST_NOTE)
     try:
         record = json_format.Parse(
             data, records_pb2.IncarnationRecord(), ignore_unknown_fields=True

@@ -35,7 +35,7 @@ from pannier.storage.retry import clean_up, contend
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import PannierError, SaveAbortedError
-from pannier.wire.records import match
+from pannier.wire.records import MOST_NOTE, match
 
 _RETENTION: Final = "retention"
 """Reason in the marks of retention, which may be taken back; those of ``pannier rm`` never are."""
@@ -287,7 +287,7 @@ async def _write_mark(store: Store, key: str, marks: _Marks) -> None:
         if current is None:
             continue  # Taken back just now.
         with suppress(ConflictError, NotFoundError):
-            if _may_be_taken_back(await store.read(key)):
+            if _may_be_taken_back(await store.read_whole(key, MOST_NOTE)):
                 # The other process takes back only the generation that it wrote.
                 await store.replace(key, marks.shared, expected=current.generation)
             return
@@ -313,7 +313,7 @@ async def _take_back(
         key = object_names.removal_mark(attempt)
         info = await store.stat(key)
         with suppress(NotFoundError):
-            if info is not None and await store.read(key) == marks.own:
+            if info is not None and await store.read_whole(key, MOST_NOTE) == marks.own:
                 await store.delete(key, generation=info.generation)
                 taken.append(key)
     if taken and not await _stands(store, metadata):

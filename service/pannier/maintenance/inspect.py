@@ -17,7 +17,7 @@ from pannier.storage.retry import contend
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import StorageError
-from pannier.wire.records import match
+from pannier.wire.records import MOST_METADATA, match
 
 _RACES = 10
 """Commits in a row while ``.metadata`` is read."""
@@ -117,7 +117,7 @@ async def find_needed(store: Store) -> frozenset[str]:
         if before is None:
             return frozenset()
         try:
-            content = await store.read(object_names.METADATA)
+            content = await store.read_whole(object_names.METADATA, MOST_METADATA)
         except NotFoundError:
             continue
         after = await store.stat(object_names.METADATA)

@@ -41,6 +41,7 @@ from pannier.wire.errors import (
     PannierError,
 )
 from pannier.wire.failures import ranks_text
+from pannier.wire.records import MOST_METADATA
 
 Build = Callable[[bytes, Sequence[records_pb2.Receipt]], Awaitable[bytes]]
 """From a manifest and the receipts of all ranks to the bytes of ``.metadata``.
@@ -401,7 +402,7 @@ async def _read_candidate(store: Store, interrupted: Interrupted) -> bytes | Non
     """
     attempt = interrupted.attempt
     try:
-        metadata = await store.read(object_names.metadata_candidate(attempt))
+        metadata = await store.read_whole(object_names.metadata_candidate(attempt), MOST_METADATA)
     except NotFoundError:
         return None
     await asyncio.to_thread(_check_candidate, store, attempt, metadata, interrupted.receipts)

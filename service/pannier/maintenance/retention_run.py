@@ -28,7 +28,8 @@ from pannier.maintenance.delete_checkpoint import (
 from pannier.maintenance.retention_policy import Policy, apply_policy
 from pannier.storage import ConflictError, NotFoundError, StorageError, Store
 from pannier.wire import object_names
-from pannier.wire.errors import PannierError
+from pannier.wire.errors import IntegrityError, PannierError
+from pannier.wire.records import MOST_RECORD
 from pannier.wire.retention_record import RemovedCheckpoint, RetentionRecord
 
 _log = logging.getLogger(__name__)
@@ -287,6 +288,7 @@ def _updated(
 async def read_record(store: Store) -> RetentionRecord:
     """Result of the last run; empty without one. Raises StorageError."""
     try:
-        return RetentionRecord.parse(await store.read(object_names.retention_record()))
-    except NotFoundError:
+        content = await store.read_whole(object_names.retention_record(), MOST_RECORD)
+        return RetentionRecord.parse(content)
+    except (NotFoundError, IntegrityError):
         return RetentionRecord()

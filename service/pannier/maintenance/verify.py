@@ -12,7 +12,13 @@ from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, InvalidRequestError, SaveAbortedError
-from pannier.wire.records import describe_safetensors, match, parse_receipt
+from pannier.wire.records import (
+    MOST_METADATA,
+    MOST_RECORD,
+    describe_safetensors,
+    match,
+    parse_receipt,
+)
 
 _PARALLEL = 8
 """Data files read at the same time."""
@@ -65,7 +71,7 @@ async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verif
             f"{store.url} has no {object_names.METADATA}: "
             + (await _other_format(store) or "it is not a committed checkpoint")
         )
-    content = await store.read(object_names.METADATA)
+    content = await store.read_whole(object_names.METADATA, MOST_METADATA)
     decisions = await read_decisions(store, await store.list(object_names.attempts_prefix()))
     damaged = list(decisions.damaged)
     commits = {a: d for a, d in decisions.known.items() if d.outcome == records_pb2.OUTCOME_COMMIT}
@@ -140,7 +146,11 @@ async def _read_receipts(
     for rank in manifest.ranks:
         key = object_names.receipt(committed.attempt, rank)
         try:
-            receipts.append(parse_receipt(await store.read(key), committed.attempt, rank, key))
+            receipts.append(
+                parse_receipt(
+                    await store.read_whole(key, MOST_RECORD), committed.attempt, rank, key
+                )
+            )
         except NotFoundError:
             problems.append(Finding(key, rank, "missing"))
         except IntegrityError:

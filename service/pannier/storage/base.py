@@ -24,6 +24,9 @@ from pannier.wire.errors import StorageError as StorageError
 
 _log = logging.getLogger(__name__)
 
+_READS: Final = 10
+"""Times that an object is read which another one has replaced meanwhile."""
+
 
 class NotFoundError(StorageError):
     """The object, or the bucket, doesn't exist."""
@@ -216,6 +219,31 @@ class Store(ABC):
     @abstractmethod
     async def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
         """Content, or a range of it, shorter where the object ends. Raises NotFoundError."""
+
+    async def read_whole(self, key: str, most: int, listed: "ObjectInfo | None" = None) -> bytes:
+        """The content of an object that may be anybody's; not read if it is longer than a real one would be.
+
+        Args:
+            most: bytes.
+            listed: its entry in a listing, which saves a request.
+
+        Raises NotFoundError, and IntegrityError when it is longer.
+        """
+        for _ in range(_READS):
+            info, listed = listed or await self.stat(key), None
+            if info is None:
+                raise NotFoundError(f"{self.url}/{key} doesn't exist")
+            if info.size > most:
+                raise IntegrityError(
+                    f"{self.url}/{key} has {info.size} bytes, at most {most} are read of such an object"
+                )
+            if info.crc32c is not None:
+                # Only whole objects are compared with the stored checksum.
+                return await self.read(key)
+            content = await self.read(key, 0, info.size + 1)
+            if len(content) <= info.size:
+                return content
+        raise StorageError(f"{self.url}/{key} grew {_READS} times while it was read")
 
     @abstractmethod
     async def stat(self, key: str) -> ObjectInfo | None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pickle
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pannier.attempts import decisions, leases
+from pannier.attempts.listing import CheckpointState, list_checkpoints
+from pannier.attempts.manifests import read_manifest
 from pannier.attempts.metadata_refs import referenced_files
+from pannier.attempts.metadata_swap import stat_metadata
 from pannier.attempts.receipts import find_receipts
-from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.client.loading.checksum_verifier import Receipts
+from pannier.client.loading.filesystem import open_dir
+from pannier.client.loading.metadata_reader import fetch_metadata
+from pannier.client.loading.torch_metadata import build_metadata
 from pannier.coordinator.commit.manifest import Manifest
 from pannier.coordinator.commit.metadata import build_checked
 from pannier.coordinator.commit.receipt_check import check_external_metadata, check_receipt
@@ -23,7 +30,8 @@ from pannier.coordinator.incarnations import Claim, Incarnations
 from pannier.storage import Store, open_store
 from pannier.v1 import plan_pb2, records_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import PannierError
+from pannier.wire.errors import IntegrityError, PannierError
+from pannier.wire.records import MOST_RECORD
 from support.fuzzing import FUZZ, accepted, messages
 from support.plan_messages import FLOAT32, columns, make_items
 
@@ -212,7 +220,7 @@ def sound() -> tuple[bytes, list[records_pb2.Receipt]]:
 def test_the_sound_ones_make_a_checkpoint() -> None:
     manifest, receipts = sound()
     candidate = build_checked(manifest, receipts)
-    assert set(unpickle_metadata(candidate, "x").state_dict_metadata) == {"w", "n"}
+    assert set(build_metadata(candidate, "x").state_dict_metadata) == {"w", "n"}
     names = referenced_files(candidate, "x")
     assert names == set(records_pb2.PlanManifest.FromString(manifest).metadata.files)
 
@@ -261,7 +269,7 @@ def _evils(mark: Path) -> list[bytes]:
     ]
 
 
-READERS = (referenced_files, unpickle_metadata)
+READERS = (referenced_files, build_metadata)
 
 
 def test_no_pickle_of_a_bucket_runs_anything(tmp_path: Path) -> None:
@@ -290,3 +298,38 @@ def test_a_damaged_pickle_is_refused_or_read(
     for content in (data, b"\x80\x04" + data, spoiled):
         for reader in READERS:
             accepted(reader, content, "x")
+
+
+def test_a_record_that_is_longer_than_a_real_one_is_not_read(tmp_path: Path) -> None:
+    """A sparse file of 3 GiB takes a stranger no time to write."""
+    keys = [object_names.decision(ATTEMPT), object_names.receipt(ATTEMPT, 0)]
+    for key in (*keys, object_names.manifest(ATTEMPT), object_names.METADATA):
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        with (tmp_path / key).open("wb") as file:
+            file.truncate(3 << 30)
+
+    async def read_all() -> None:
+        store = open_store(str(tmp_path))
+        try:
+            with pytest.raises(IntegrityError, match="has 3221225472 bytes, at most"):
+                await decisions.read_decision(store, ATTEMPT)
+            assert not await find_receipts(store, ATTEMPT, [0])
+            with pytest.raises(IntegrityError, match="manifest has 3221225472 bytes"):
+                await read_manifest(store, ATTEMPT, Manifest)
+            with pytest.raises(IntegrityError, match="metadata has 3221225472 bytes"):
+                await stat_metadata(store)
+            (found,) = await list_checkpoints(store, None)
+            assert found.state is CheckpointState.FOREIGN
+        finally:
+            await store.close()
+
+    tracemalloc.start()
+    try:
+        asyncio.run(read_all())
+        directory = open_dir(tmp_path)
+        assert not Receipts(directory, ATTEMPT).recorded([f"__{ATTEMPT}_0_0.distcp"], threads=1)
+        with pytest.raises(IntegrityError, match=r"\.metadata has 3221225472 bytes"):
+            fetch_metadata(directory)
+        assert tracemalloc.get_traced_memory()[1] < 3 * MOST_RECORD
+    finally:
+        tracemalloc.stop()

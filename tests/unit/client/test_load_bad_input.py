@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pannier import client
-from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.client.loading.torch_metadata import build_metadata
 from pannier.wire.errors import InvalidRequestError, PannierError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -90,4 +90,4 @@ def test_a_class_of_a_newer_torch_is_named_with_the_torch_that_is_here(checkpoin
         content = pickle.dumps(FutureMetadata())
     text = rf"metadata\.FutureMetadata, .* torch {torch.__version__}.* if a newer torch wrote it"
     with pytest.raises(InvalidRequestError, match=text.replace("+", r"\+")):
-        unpickle_metadata(content, "here")
+        build_metadata(content, "here")

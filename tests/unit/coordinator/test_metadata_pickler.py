@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.client.loading.torch_metadata import build_metadata
 from pannier.coordinator.commit.metadata import build_candidate, pickle_metadata
 from pannier.coordinator.commit.receipt_check import complete_metadata
 from pannier.coordinator.planning.global_plan import make_global_plan
@@ -96,4 +96,4 @@ def test_properties_have_the_five_fields_that_every_torch_reads(
     assert committed() == usual
     for content in usual.values():
         assert {len(state) for state in states_of_properties(content)} == {5}
-        assert len(unpickle_metadata(content, "here").state_dict_metadata) == 3
+        assert len(build_metadata(content, "here").state_dict_metadata) == 3

@@ -37,7 +37,13 @@ from pannier.wire.errors import (
     StorageError,
 )
 from pannier.wire.failures import failures_text, shorten
-from pannier.wire.records import describe_safetensors, fits, parse_decision
+from pannier.wire.records import (
+    MOST_METADATA,
+    MOST_RECORD,
+    describe_safetensors,
+    fits,
+    parse_decision,
+)
 from pannier.wire.retention_record import RetentionRecord
 
 _log = logging.getLogger(__name__)
@@ -339,7 +345,9 @@ def _find_committed(
     for attempt in attempts:
         key = object_names.decision(attempt.name)
         try:
-            decision = parse_decision(directory.read(key), attempt.name, f"{directory.url}/{key}")
+            decision = parse_decision(
+                directory.read(key, MOST_RECORD), attempt.name, f"{directory.url}/{key}"
+            )
         except MissingError:
             continue  # undecided
         except IntegrityError as error:
@@ -347,7 +355,7 @@ def _find_committed(
             continue
         if fits(decision, metadata.size, checksum) and checksum is None and len(attempts) > 1:
             # The .metadata of several attempts often have the same size.
-            checksum = crc32c.crc32c(directory.read(object_names.METADATA))
+            checksum = crc32c.crc32c(directory.read(object_names.METADATA, MOST_METADATA))
         if fits(decision, metadata.size, checksum):
             return decision
     if damage is not None:
@@ -483,7 +491,9 @@ def _advise(directory: StorageDir) -> str:
 def _describe_attempt(directory: StorageDir, attempt: str) -> str:
     key = object_names.decision(attempt)
     try:
-        decision = parse_decision(directory.read(key), attempt, f"{directory.url}/{key}")
+        decision = parse_decision(
+            directory.read(key, MOST_RECORD), attempt, f"{directory.url}/{key}"
+        )
     except MissingError:
         return f"{attempt} is in progress (or its processes are dead)"
     except IntegrityError:

@@ -18,7 +18,7 @@ from pannier.client.loading.range_reader import PIECE_BYTES, KeyIndex, Range, Re
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, StorageError
-from pannier.wire.records import fits, parse_decision, parse_receipt
+from pannier.wire.records import MOST_RECORD, fits, parse_decision, parse_receipt
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Receipts:
     def _read_decision(self) -> records_pb2.Decision:
         key = object_names.decision(self.attempt)
         try:
-            data = self.directory.read(key)
+            data = self.directory.read(key, MOST_RECORD)
         except MissingError as error:
             raise IntegrityError(f"{error}: {object_names.METADATA} can't be verified") from error
         return parse_decision(data, self.attempt, f"{self.directory.url}/{key}")
@@ -139,7 +139,7 @@ class Receipts:
         if rank not in self._known:
             key = object_names.receipt(self.attempt, rank)
             try:
-                data = self.directory.read(key)
+                data = self.directory.read(key, MOST_RECORD)
             except MissingError as error:
                 raise IntegrityError(f"{error}: rank {rank}'s files can't be verified") from error
             receipt = parse_receipt(data, self.attempt, rank, f"{self.directory.url}/{key}")

@@ -24,7 +24,13 @@ from pannier.client.interrupts import shielded
 from pannier.client.messages.place_line import log_resolved
 from pannier.common import timeouts
 from pannier.common.locations import absolute
-from pannier.wire.errors import ConfigurationError, InvalidRequestError, StorageError
+from pannier.wire.errors import (
+    ConfigurationError,
+    IntegrityError,
+    InvalidRequestError,
+    StorageError,
+)
+from pannier.wire.records import MOST_RECORD
 
 _LAYOUT_LOOKUP: Final = "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
 _PACKAGES: Final = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs"}
@@ -87,21 +93,34 @@ class StorageDir:
         return posixpath.basename(self._path)
 
     @shielded
-    def read(self, name: str) -> bytes:
-        """All of an object."""
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """All of an object.
+
+        Args:
+            most: bytes. Raises IntegrityError when it has more, of which no more are read; None: any number.
+        """
         with self._naming(name):
             if self.is_local:
-                return _read_all_local(self._at(name))
-            content: bytes = self._fs.cat_file(self._at(name))
+                content = _read_all_local(self._at(name), most)
+            elif most is None:
+                content = self._fs.cat_file(self._at(name))
+            else:
+                content = self._fs.cat_file(self._at(name), start=0, end=most + 1)
+        if most is not None and len(content) > most:
+            raise IntegrityError(
+                f"{self.url}/{name} has more than {most} bytes, of which no more are read of such an object"
+            )
         return content
 
     @shielded
     def find(self, name: str) -> bytes | None:
-        """All of an object; None when it doesn't exist."""
+        """All of a record; None when it doesn't exist, empty when it is too long for one."""
         try:
-            return self.read(name)
+            return self.read(name, MOST_RECORD)
         except MissingError:
             return None
+        except IntegrityError:
+            return b""
 
     @shielded
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
@@ -233,7 +252,7 @@ class StorageDir:
             yield
         except (FileNotFoundError, NotADirectoryError) as error:
             raise MissingError(f"{what} doesn't exist") from error
-        except StorageError:
+        except (StorageError, IntegrityError):
             raise
         except PermissionError as error:
             raise StorageError(
@@ -361,9 +380,14 @@ def _open_local(path: str) -> int:
     return fd
 
 
-def _read_all_local(path: str) -> bytes:
-    with open(_open_local(path), "rb", buffering=0) as file:
-        return file.readall()
+def _read_all_local(path: str, most: int | None) -> bytes:
+    with open(_open_local(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise IntegrityError(
+                f"{path} has {size} bytes, at most {most} are read of such an object"
+            )
+        return file.read() if most is None else file.read(size + 1)
 
 
 def _read_local(path: str, offset: int, target: memoryview) -> int:

@@ -18,9 +18,10 @@ from pannier.client.loading import catalog, read_lease
 from pannier.client.loading.checksum_verifier import Receipts
 from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.range_reader import in_parallel
-from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.client.loading.torch_metadata import build_metadata
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, StorageError
+from pannier.wire.records import MOST_METADATA
 
 _MOST_REPLACEMENTS: Final = 10
 """After so many commits in a row while ``.metadata`` is read, reading it fails."""
@@ -62,7 +63,7 @@ def fetch_metadata(directory: StorageDir, name: str = object_names.METADATA) -> 
     directory holds instead.
     """
     try:
-        return directory.read(name)
+        return directory.read(name, MOST_METADATA)
     except MissingError as error:
         raise catalog.absence_error(directory, name) from error
 
@@ -88,7 +89,7 @@ def read_leased(
     for _ in range(_MOST_REPLACEMENTS):
         stamp = _stamp(directory)
         content = fetch_metadata(directory)
-        metadata = unpickle_metadata(content, path)
+        metadata = build_metadata(content, path)
         attempt = attempt_of(metadata)
         if verify and not attempt:
             raise InvalidRequestError(

@@ -33,7 +33,7 @@ from pannier.client.loading.range_reader import (
     in_parallel,
     read_ranges,
 )
-from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.client.loading.torch_metadata import build_metadata
 from pannier.client.restore import load_progress
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.local_file import LocalFile
@@ -80,7 +80,7 @@ class StorageReader(storage.StorageReader):
     """Reads a DCP checkpoint from a path or a URL; for ``dcp.load(storage_reader=...)``.
 
     Reads what Pannier, torch's ``FileSystemWriter`` and ``FsspecWriter`` wrote.
-    ``.metadata`` is unpickled with DCP's own classes only. One load at a time.
+    Of ``.metadata`` only DCP's own classes are accepted, and nothing in it is run. One load at a time.
 
     Args:
         path: directory of the checkpoint: a path, or a URL of a scheme that fsspec knows.
@@ -259,7 +259,7 @@ class StorageReader(storage.StorageReader):
             metadata = (
                 parsed[1]
                 if parsed is not None and parsed[0] is shared
-                else unpickle_metadata(content, posixpath.join(self.checkpoint_id, name))
+                else build_metadata(content, posixpath.join(self.checkpoint_id, name))
             )
         self._load.generation = None
         if rank is None:

@@ -1,3 +1,4 @@
+import importlib
 import os
 import pathlib
 import pickle
@@ -7,10 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from pannier.attempts.metadata_refs import referenced_files
-from pannier.client.loading.safe_unpickler import unpickle_metadata
+from pannier.client import torch_compat
+from pannier.client.loading.torch_metadata import build_metadata
 from pannier.wire.errors import InvalidRequestError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -35,7 +44,7 @@ def test_is_what_torch_would_have_read(tmp_path: Path) -> None:
         },
     )
     want: Metadata = pickle.loads(content)
-    got = unpickle_metadata(content, "here")
+    got = build_metadata(content, "here")
     assert got.storage_meta is not None
     # Ours can't be opened.
     assert got.storage_meta.checkpoint_id == pathlib.PurePosixPath(tmp_path)
@@ -48,12 +57,12 @@ def test_is_what_torch_would_have_read(tmp_path: Path) -> None:
 def test_knows_every_protocol(tmp_path: Path, protocol: int) -> None:
     want: Metadata = pickle.loads(written(tmp_path, {"w": torch.ones(3)}))
     want.storage_meta = StorageMeta("gs://bucket/x", "id", None, ["module"])
-    assert unpickle_metadata(pickle.dumps(want, protocol=protocol), "here") == want
+    assert build_metadata(pickle.dumps(want, protocol=protocol), "here") == want
 
 
 def test_knows_every_dtype() -> None:
     metadata = Metadata({}, planner_data=DTYPES)
-    assert unpickle_metadata(pickle.dumps(metadata), "here").planner_data == DTYPES
+    assert build_metadata(pickle.dumps(metadata), "here").planner_data == DTYPES
 
 
 class Evil:
@@ -74,7 +83,7 @@ def test_nothing_foreign_is_called(tmp_path: Path, where: str) -> None:
     }[where]
     content = pickle.dumps(poisoned)
     with pytest.raises(InvalidRequestError, match=r"gs://b/\.metadata refers to \w+\.mkdir"):
-        unpickle_metadata(content, "gs://b/.metadata")
+        build_metadata(content, "gs://b/.metadata")
     assert not (tmp_path / "flag").exists()
     # The pickle is as bad as it looks.
     pickle.loads(content)
@@ -113,20 +122,20 @@ MEMBER = attribute(ENUM, text("TORCH_CHANNELS_LAST"))
 )
 def test_only_names_of_dcp_are_known(module: str, name: str) -> None:
     with pytest.raises(InvalidRequestError, match="which is not part of a DCP checkpoint"):
-        unpickle_metadata(b"\x80\x04" + named(module, name) + b".", "here")
+        build_metadata(b"\x80\x04" + named(module, name) + b".", "here")
 
 
 @pytest.mark.parametrize("content", [b"", b"not a pickle", b"\x80\x04K\x01", b"\x80\x04)."])
 def test_what_is_damaged_or_something_else_is_refused(content: bytes) -> None:
     with pytest.raises(InvalidRequestError, match="here"):
-        unpickle_metadata(content, "here")
+        build_metadata(content, "here")
 
 
 def test_a_cut_one_is_refused(tmp_path: Path) -> None:
     content = written(tmp_path, {"w": torch.ones(3)})
     for length in range(0, len(content), 7):
         with pytest.raises(InvalidRequestError):
-            unpickle_metadata(content[:length], "here")
+            build_metadata(content[:length], "here")
 
 
 WRITTEN = {path.stem: path for path in (Path(__file__).parents[1] / "data").glob("*.metadata")}
@@ -136,7 +145,7 @@ WRITTEN = {path.stem: path for path in (Path(__file__).parents[1] / "data").glob
 @pytest.mark.parametrize("by", ["python-3.11.2-torch-2.13", "python-3.11.7-torch-2.15"])
 def test_is_read_whatever_torch_and_python_wrote_it(by: str) -> None:
     content = WRITTEN[by].read_bytes()
-    metadata = unpickle_metadata(content, by)
+    metadata = build_metadata(content, by)
     assert sorted(metadata.state_dict_metadata) == ["channels", "model.b", "model.w", "step"]
     entry = metadata.state_dict_metadata["model.b"]
     assert isinstance(entry, TensorStorageMetadata)
@@ -156,16 +165,16 @@ def with_planner_data(value: bytes) -> bytes:
 
 
 def test_a_member_of_dcps_enum_may_be_named() -> None:
-    got = unpickle_metadata(with_planner_data(MEMBER), "here").planner_data
+    got = build_metadata(with_planner_data(MEMBER), "here").planner_data
     assert (got.name, got.value) == ("TORCH_CHANNELS_LAST", 1)
     old = named("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING")
     member = attribute(old, text("TORCH_PRESERVE_FORMAT"))
-    assert unpickle_metadata(with_planner_data(member), "here").planner_data.value == 2
+    assert build_metadata(with_planner_data(member), "here").planner_data.value == 2
     # Of protocol 2.
     content = f"\x80\x02c__builtin__\ngetattr\nc{DCP}\n_MEM_FORMAT_ENCODING\n"
     called = content.encode("latin-1") + b"X\x13\x00\x00\x00TORCH_CHANNELS_LAST\x86R."
-    with pytest.raises(InvalidRequestError, match="holds a _MEM_FORMAT_ENCODING, not a DCP"):
-        unpickle_metadata(called, "here")
+    with pytest.raises(InvalidRequestError, match="holds a getattr, not a DCP"):
+        build_metadata(called, "here")
 
 
 NOT_MEMBERS = {
@@ -191,7 +200,7 @@ NOT_MEMBERS = {
 @pytest.mark.parametrize("what", NOT_MEMBERS)
 def test_getattr_of_anything_else_is_refused(what: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"refers to getattr\(.*not part of a DCP"):
-        unpickle_metadata(with_planner_data(NOT_MEMBERS[what]), "here")
+        build_metadata(with_planner_data(NOT_MEMBERS[what]), "here")
 
 
 def test_getattr_cannot_be_changed_or_called_otherwise() -> None:
@@ -204,4 +213,99 @@ def test_getattr_cannot_be_changed_or_called_otherwise() -> None:
         name + b")\x81",
     ):
         with pytest.raises(InvalidRequestError):
-            unpickle_metadata(b"\x80\x04" + content + b".", "here")
+            build_metadata(b"\x80\x04" + content + b".", "here")
+
+
+CLASSES = [
+    *((DCP, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch", "float32"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    (DCP, "_MEM_FORMAT_ENCODING"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), CLASSES, ids=lambda part: part)
+def test_no_class_or_function_of_the_trainer_is_changed(module: str, name: str) -> None:
+    """BUILD sets attributes of what it is given: of a class, they would change the whole process."""
+    owner = importlib.import_module(module)
+    before = dict(vars(getattr(owner, name))) if hasattr(getattr(owner, name), "__dict__") else None
+    changed = named(module, name) + b"N}(" + text("__fspath__") + text("evil") + b"u\x86b"
+    for content in (changed, named(module, name) + b"}(" + text("evil") + b"K\x01ub"):
+        with pytest.raises(InvalidRequestError, match="the state of a Named is set"):
+            build_metadata(b"\x80\x04" + content + b".", "here")
+        with pytest.raises(InvalidRequestError, match="the state of a Named is set"):
+            build_metadata(with_planner_data(content), "here")
+    assert before is None or dict(vars(getattr(owner, name))) == before
+
+
+INDEX = MetadataIndex("w", torch.Size([0]))
+INFO = torch_compat.StorageInfo("f", 0, 4)
+CHUNK = ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))
+
+
+def tensor(**fields: Any) -> Any:
+    whole = {"properties": TensorProperties(), "size": torch.Size([1]), "chunks": [CHUNK]}
+    return TensorStorageMetadata(**{**whole, **fields})
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+WRONG_TYPES: dict[str, Any] = {
+    "tensors that are no dict": Metadata([]),  # type: ignore[arg-type]
+    "a tensor that is a text": Metadata({"w": "text"}),  # type: ignore[dict-item]
+    "a key that is a number": Metadata({1: tensor()}),  # type: ignore[dict-item]
+    "chunks that are no list": Metadata({"w": tensor(chunks={})}),
+    "a chunk that is a number": Metadata({"w": tensor(chunks=[1])}),
+    "a size that is a tuple": Metadata({"w": tensor(size=(1,))}),
+    "properties that are missing": Metadata({"w": tensor(properties=None)}),
+    "places that are no dict": Metadata({}, storage_data=[INFO]),
+    "a place under a text": Metadata({}, storage_data={"w": INFO}),
+    "a place that is a text": Metadata({}, storage_data={INDEX: "f"}),
+    "a file's name that is a number": Metadata(
+        {}, storage_data={INDEX: torch_compat.StorageInfo(1, 0, 4)}
+    ),
+    "an offset that is a text": Metadata(
+        {}, storage_data={INDEX: torch_compat.StorageInfo("f", "0", 4)}
+    ),
+    "an offset that is a bool": Metadata(
+        {}, storage_data={INDEX: torch_compat.StorageInfo("f", True, 4)}
+    ),
+    "transforms that are numbers": Metadata(
+        {}, storage_data={INDEX: torch_compat.StorageInfo("f", 0, 4, [1])}
+    ),
+    "a key without a name": Metadata({}, storage_data={MetadataIndex(None): INFO}),
+    "a save's id that is a number": Metadata({}, storage_meta=StorageMeta(save_id=1)),
+    "modules that are a text": Metadata({}, storage_meta=StorageMeta(modules="x")),
+    "a version that is a number": Metadata({}, version=1),  # type: ignore[arg-type]
+    "lists in each other": Metadata({}, planner_data=nested(100)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TYPES)
+def test_a_value_of_another_type_than_dcps_is_refused(what: str) -> None:
+    with pytest.raises(
+        InvalidRequestError, match="here is damaged or not a DCP checkpoint's: it has"
+    ):
+        build_metadata(pickle.dumps(WRONG_TYPES[what]), "here")
+
+
+def test_what_planner_data_refers_to_repeatedly_is_bounded() -> None:
+    shared: Any = ["leaf"]
+    for _ in range(50):
+        shared = [shared, shared]
+    with pytest.raises(InvalidRequestError, match="refers to itself too often"):
+        build_metadata(pickle.dumps(Metadata({}, planner_data=shared)), "here")
+    path = ("a", 0)
+    data = {"a.0": path, "b": [path, {path: {"x"}, "y": frozenset({1})}], "size": torch.Size([2])}
+    assert (
+        build_metadata(pickle.dumps(Metadata({}, planner_data=data)), "here").planner_data == data
+    )
