@@ -32,6 +32,7 @@ from pannier.client.client import Client, close, default_client
 from pannier.client.conversion.export import FORMAT, MAX_FILE_BYTES, ExportResult, Progress
 from pannier.client.conversion.export import export as export_checkpoint
 from pannier.client.dcp.storage_writer import StorageWriter
+from pannier.client.default_factory import configure, default_settings, raise_unretrieved
 from pannier.client.handle import SaveHandle, SaveResult, SaveStatus
 from pannier.client.integrations.dcp_patch import patch_dcp
 from pannier.client.loading import catalog
@@ -46,7 +47,6 @@ from pannier.client.restore.load_sharing import LoadSharing
 from pannier.client.resume.extra_files import read_extra_file
 from pannier.client.resume.ingested_saves import default_ingested
 from pannier.client.resume.latest import latest
-from pannier.client.save_factory import configure, default_settings, raise_unretrieved
 from pannier.client.staging.optimizer_guard import Guard
 from pannier.common.locations import CHILDREN
 from pannier.common.save_interval import Advice

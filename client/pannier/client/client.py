@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from pannier.client import options, save_factory
+from pannier.client import default_factory, options
 from pannier.client.config import Settings, check_metrics, check_timeout, load_settings
 from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.handle import SaveHandle, SaveResult
@@ -456,7 +456,7 @@ _default_lock = threading.Lock()
 def default_client() -> Client:
     """The client that the module's functions use; made when it is first needed."""
     global _default
-    factory = save_factory.default_factory()
+    factory = default_factory.default_factory()
     with _default_lock:
         if _default is None or _default.save_factory is not factory:
             _default = Client.of(factory)
@@ -472,4 +472,4 @@ def close(timeout: float | None = None) -> None:
     global _default
     with _default_lock:
         _default = None
-    save_factory.close_default(timeout)
+    default_factory.close_default(timeout)

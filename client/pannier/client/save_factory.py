@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from pannier.client import exit_hooks
-from pannier.client.config import Settings, load_settings
+from pannier.client.config import Settings
 from pannier.client.handle import SaveHandle
 from pannier.client.identity import World
 from pannier.client.interrupts import aside, clean_up_after, shielded
@@ -42,7 +42,7 @@ from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.common.save_interval import SaveCost
 from pannier.v1 import plan_pb2, sidecar_pb2
-from pannier.wire.errors import ConfigurationError, DeadlineError, InvalidRequestError, PannierError
+from pannier.wire.errors import DeadlineError, InvalidRequestError, PannierError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -439,74 +439,3 @@ class SaveFactory:
         # A copy: another thread may add to it.
         for member in list(members):
             member.close(lambda sidecar: not self.saves.need(sidecar), announce=announce)
-
-
-# The process's default factory.
-
-_default: SaveFactory | None = None
-_default_lock = threading.Lock()
-_overrides: dict[str, Any] = {}
-
-
-def default_factory() -> SaveFactory:
-    """The one that ``pannier.client``'s functions use; made when it is first needed."""
-    global _default
-    with _default_lock:
-        if _default is None:
-            _default = SaveFactory(load_settings(**_overrides))
-        return _default
-
-
-def default_settings() -> Settings:
-    """The default factory's settings, or those it would have; makes no factory.
-
-    Raises ConfigurationError: a variable is not valid.
-    """
-    factory = _default
-    return load_settings(**_overrides) if factory is None else factory.settings
-
-
-def raise_unretrieved() -> None:
-    """Raises the default factory's unretrieved errors; makes no factory."""
-    factory = _default
-    if factory is not None and factory.is_own_process:
-        factory.saves.errors.raise_all()
-
-
-def wait_default() -> None:
-    """Waits until the default factory's saves have ended; raises its unretrieved errors. Makes no factory."""
-    factory = _default
-    if factory is not None and factory.is_own_process:
-        factory.saves.wait(None)
-    raise_unretrieved()
-
-
-def configure(**settings: Any) -> None:
-    """Overrides settings of the environment for the default client; to be called before its first use.
-
-    Args:
-        settings: fields of :class:`pannier.client.config.Settings`.
-
-    Raises:
-        ConfigurationError: a value is not valid, or the client is in use.
-    """
-    with _default_lock:
-        if _default is not None:
-            raise ConfigurationError(
-                "configure() comes before the first use of the client; close() it first"
-            )
-        load_settings(**{**_overrides, **settings})
-        _overrides.update(settings)
-
-
-def close_default(timeout: float | None) -> None:
-    """Closes the default factory; once it is closed, the next use makes a new one."""
-    global _default
-    factory = _default
-    if factory is not None:
-        try:
-            factory.close(timeout)
-        finally:
-            with _default_lock:
-                if factory.is_closed and _default is factory:
-                    _default = None

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import pannier.client as client_package
 from pannier.client import client as api
-from pannier.client import save_factory
+from pannier.client import default_factory
 from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.dcp.storage_writer import StorageWriter
@@ -308,7 +308,7 @@ def test_what_cannot_be_honoured_is_refused(
 def test_a_writer_may_be_given_by_position(
     client: Client, monkeypatch: pytest.MonkeyPatch, call: str, default: bool
 ) -> None:
-    monkeypatch.setattr(save_factory, "_default", client.save_factory)
+    monkeypatch.setattr(default_factory, "_default", client.save_factory)
     save = getattr(client_package if default else client, call)
     ended = save(state(), StorageWriter("/x/step-1", client=client))
     result = ended if call == "save" else ended.result(BOUND_S)
@@ -725,7 +725,7 @@ def test_an_unasked_error_is_raised_by_reading_before_it_reads(
     if call == "load":
         arguments = {"state_dict": values, "checkpoint_id": tmp_path / "step-1"}
     if default:
-        monkeypatch.setattr(save_factory, "_default", client.save_factory)
+        monkeypatch.setattr(default_factory, "_default", client.save_factory)
     read = getattr(client_package if default else client, call)
     fail_one(client, sidecar)
     with pytest.raises(SaveAbortedError, match="disk full"):
@@ -736,14 +736,14 @@ def test_an_unasked_error_is_raised_by_reading_before_it_reads(
 
 
 def test_reading_makes_no_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_factory, "_default", None)
+    monkeypatch.setattr(default_factory, "_default", None)
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     (found,) = client_package.list(tmp_path)
     assert client_package.latest(tmp_path) == found.checkpoint_id
     values = {"w": torch.zeros(3)}
     client_package.load(values, checkpoint_id=found.checkpoint_id)
     assert values["w"].all()
-    assert save_factory._default is None
+    assert default_factory._default is None
 
 
 def test_an_error_that_was_asked_for_is_not_raised_again(
@@ -926,7 +926,7 @@ def test_a_close_after_one_that_timed_out_waits_again(busy: Client) -> None:
 def test_the_default_client_stays_until_it_is_closed(
     busy: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_factory, "_default", busy.save_factory)
+    monkeypatch.setattr(default_factory, "_default", busy.save_factory)
     with pytest.raises(DeadlineError, match="not yet ingested"):
         api.close(0.05)
     with pytest.raises(DeadlineError, match="still in progress"):
@@ -937,19 +937,19 @@ def test_the_default_client_stays_until_it_is_closed(
         api.close(0.05)
     busy.hold.set()  # type: ignore[attr-defined]
     api.close(BOUND_S)
-    assert save_factory._default is None
+    assert default_factory._default is None
 
 
 def test_configure_comes_first(monkeypatch: pytest.MonkeyPatch, sidecar: ScriptedSidecar) -> None:
-    monkeypatch.setattr(save_factory, "_overrides", {})
-    save_factory.configure(sidecar=sidecar.address, job="mine")
+    monkeypatch.setattr(default_factory, "_overrides", {})
+    default_factory.configure(sidecar=sidecar.address, job="mine")
     with pytest.raises(ConfigurationError, match="max_in_flight"):
-        save_factory.configure(max_in_flight=-1)
+        default_factory.configure(max_in_flight=-1)
     made = api.default_client()
     assert made.settings.job == "mine"
     assert made.settings.max_in_flight == 2
     with pytest.raises(ConfigurationError, match="before the first use"):
-        save_factory.configure(job="other")
+        default_factory.configure(job="other")
     api.close()
     assert api.default_client() is not made
     api.close()

@@ -20,10 +20,11 @@ from torch.futures import Future
 
 from pannier.client.config import check_metrics, check_timeout
 from pannier.client.dcp.writer_save import NO_PLAN_CACHE, WriterSave
+from pannier.client.default_factory import default_factory
 from pannier.client.loading import filesystem
 from pannier.client.messages.call_errors import at_call
 from pannier.client.options import check_extra_files, check_overwrite, checkpoint_path
-from pannier.client.save_factory import SaveFactory, default_factory
+from pannier.client.save_factory import SaveFactory
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, PannierError
 

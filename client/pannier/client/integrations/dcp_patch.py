@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pannier import client
 from pannier.client import torch_compat
+from pannier.client.default_factory import wait_default
 from pannier.client.handle import SaveHandle
 from pannier.client.loading.catalog import PerRankError
 from pannier.client.loading.metadata_reader import ExtensionsError
-from pannier.client.save_factory import wait_default
 from pannier.common.locations import absolute
 from pannier.wire.errors import InvalidRequestError
 from pannier.wire.failures import shorten

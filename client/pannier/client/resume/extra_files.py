@@ -11,10 +11,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
+from pannier.client.default_factory import raise_unretrieved
 from pannier.client.loading import catalog, checksum_verifier
 from pannier.client.loading.filesystem import MissingError, open_dir
 from pannier.client.messages.call_errors import at_call
-from pannier.client.save_factory import raise_unretrieved
 from pannier.wire.errors import StorageError
 
 _TRIES: Final = 3

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from pannier.client import save_factory
+from pannier.client import default_factory
 from pannier.client.config import Settings
 from pannier.client.loading import catalog
 from pannier.client.loading.filesystem import MissingError, StorageDir, open_dir
@@ -292,7 +292,7 @@ def ingested_of(
 
 
 default_ingested = functools.partial(
-    ingested_of, save_factory.default_factory, save_factory.default_settings
+    ingested_of, default_factory.default_factory, default_factory.default_settings
 )
 """For the process's default factory."""
 

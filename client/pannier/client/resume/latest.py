@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pannier.client import torch_compat
 from pannier.client.config import check_timeout
+from pannier.client.default_factory import raise_unretrieved
 from pannier.client.loading import catalog, highest_incarnation
 from pannier.client.loading.filesystem import open_dir
 from pannier.client.messages import wait_log
@@ -23,7 +24,6 @@ from pannier.client.ranks.group_store import GroupStore, join_start
 from pannier.client.ranks.rank_hosts import default_hosts
 from pannier.client.ranks.rank_problem import Problem
 from pannier.client.resume.ingested_saves import IngestedSaves, default_ingested
-from pannier.client.save_factory import raise_unretrieved
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.common.locations import CHILDREN, Pattern, absolute
