@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from frameworks.killed_runs import PROGRAMS, check_resumes
 from pannier import client
 from support.processes.daemons import Daemons
+from support.processes.ranks import run_ranks
 from support.storage.gcs_server import GcsServer
 
 
@@ -55,6 +56,28 @@ def test_a_save_replaces_what_torch_has_written_at_its_step(
     client.load(loaded, checkpoint_id=path)
     assert torch.equal(loaded["w"], torch.ones(4))
     client.close()
+
+
+def test_one_that_nothing_has_closed_ends_with_the_interpreter_and_says_nothing(
+    daemons: Daemons, tmp_path: Path
+) -> None:
+    program = f"""
+    import torch
+    from torchtitan.components.checkpointer import AsyncMode
+    from pannier.client.integrations.torchtitan import CheckpointManager
+
+    manager = CheckpointManager(
+        CheckpointManager.Config(enable=True),
+        **dict.fromkeys(("dataloader", "lr_schedulers", "sd_adapter")),
+        model_parts=[],
+        optimizers=[],
+        states={{}},
+    )
+    manager.dcp_save({{"w": torch.ones(4)}}, "{tmp_path}/step-1", AsyncMode.ASYNC)
+    """
+    (output,) = run_ranks(program, 1, daemons.env(**daemons.environment), torchrun=False).outputs
+    assert (tmp_path / "step-1/.metadata").exists()
+    assert "Exception ignored" not in output
 
 
 def test_its_close_raises_what_a_save_has_failed_with_unless_training_has_failed(

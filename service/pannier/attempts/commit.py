@@ -6,10 +6,12 @@ StorageError the outcome of a step may be unknown: run it again.
 """
 
 import asyncio
+import logging
 from collections.abc import Iterable
+from typing import Final
 
 from pannier.attempts import extra_files
-from pannier.attempts.decisions import new_decision
+from pannier.attempts.decisions import new_decision, read_decisions
 from pannier.attempts.delete_attempt import remove_attempt
 from pannier.attempts.metadata_refs import referenced_files
 from pannier.attempts.metadata_swap import (
@@ -22,6 +24,11 @@ from pannier.storage import Store
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, PannierError
+from pannier.wire.failures import shorten
+
+_log = logging.getLogger(__name__)
+
+_SHOWN: Final = 4
 
 
 class SupersededError(PannierError):
@@ -84,7 +91,15 @@ async def check_commit(
     if newer is not None:
         raise SupersededError(f"a newer save, {newer.name}, was committed to {store.url} meanwhile")
     await check_free(store, save=save, attempt=attempt.name, overwrite=overwrite)
-    await extra_files.check_writable(store, extra)
+    if there := await extra_files.check_writable(store, extra):
+        records = await store.list(object_names.attempts_prefix())
+        known = (await read_decisions(store, records)).known.values()
+        if foreign := await extra_files.find_foreign(store, there, known):
+            _log.warning(
+                "%s: no save has written %s as it is there now: the extra file of that name replaces it",
+                store.url,
+                shorten(sorted(foreign), _SHOWN),
+            )
 
 
 def _metrics(receipts: Iterable[records_pb2.Receipt]) -> dict[str, float]:

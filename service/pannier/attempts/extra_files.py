@@ -63,10 +63,13 @@ def collect(receipts: Iterable[records_pb2.Receipt]) -> list[records_pb2.ExtraFi
     return [each for _, (each, _) in sorted(found.items())]
 
 
-async def check_writable(store: Store, files: Iterable[records_pb2.ExtraFile]) -> None:
-    """Before COMMIT: raises HeldError or ExtraFilesError when a copy could not be written after it."""
+async def check_writable(store: Store, files: Iterable[records_pb2.ExtraFile]) -> set[str]:
+    """Before COMMIT: raises HeldError or ExtraFilesError when a copy could not be written after it.
 
-    async def check(file: records_pb2.ExtraFile) -> None:
+    Returns the names under which there is a file already.
+    """
+
+    async def check(file: records_pb2.ExtraFile) -> bool:
         where = f"{store.url}/{file.name}"
         info = await store.stat(file.name)
         if info is not None and info.hold:
@@ -82,8 +85,11 @@ async def check_writable(store: Store, files: Iterable[records_pb2.ExtraFile]) -
                     f"{store.url}/{parent} is a file, where the directory of the extra file {file.name!r} "
                     "is to be: give it another name"
                 )
+        return info is not None
 
-    await for_each(check, files, parallel=_PARALLEL)
+    files = list(files)
+    there = await for_each(check, files, parallel=_PARALLEL)
+    return {file.name for file, is_there in zip(files, there, strict=True) if is_there}
 
 
 async def write_copies(

@@ -159,6 +159,26 @@ def test_a_later_save_to_the_same_id_replaces_them() -> None:
     on_fresh_store(scenario)
 
 
+def test_a_file_that_no_save_wrote_is_named_before_it_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(store: Store) -> None:
+        await store.create("config.json", b"the user's own")
+        await ingest(store, FIRST, {"config.json": b"1", "rng": b"1"})
+        await commit(store, FIRST, {"config.json": b"1", "rng": b"1"})
+        (message,) = [each.message for each in caplog.records]
+        assert message == (
+            f"{store.url}: no save has written config.json as it is there now: the extra file of that name "
+            "replaces it"
+        )
+        caplog.clear()
+        await ingest(store, SECOND, {"config.json": b"2", "rng": b"2"})
+        await commit(store, SECOND, {"config.json": b"2", "rng": b"2"})
+        assert not caplog.records
+
+    on_fresh_store(scenario)
+
+
 def test_what_someone_else_wrote_since_stays() -> None:
     async def scenario(store: Store) -> None:
         await save(store, FIRST, OLD)

@@ -119,6 +119,6 @@ class CheckpointManager(checkpointer.CheckpointManager):
 def _wait_for_saves() -> None:
     """Waits until all is committed; raises what failed."""
     # torchtitan also closes while it handles an error of training. That error must be the one that is raised; those
-    # of saves are printed at the exit.
-    if sys.exc_info()[0] is None:
+    # of saves are printed at the exit. And it closes in ``__del__``: when the interpreter ends, the exit has waited.
+    if sys.exc_info()[0] is None and not sys.is_finalizing():
         client.wait_all()
