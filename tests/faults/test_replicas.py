@@ -194,7 +194,7 @@ def test_the_last_host_finishes_the_save_of_one_that_was_lost_with_the_coordinat
 def test_without_another_failure_domain_a_save_is_as_without_replicas(
     tmp_path: Path, server: GcsServer
 ) -> None:
-    target = "gs://bucket/replicas/step-3"
+    target = "gs://bucket/replicas/step-4"
     made = Replicating(tmp_path, server, "--failure-domain", "rack-1")
     with closing(made), made.daemons:
         made.start()

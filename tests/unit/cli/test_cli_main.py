@@ -212,14 +212,6 @@ def test_a_sidecar_without_a_socket_is_asked_for_its_spool() -> None:
     assert "--spool" in result.err
 
 
-def test_a_sidecars_spool_is_one_per_socket() -> None:
-    from pannier.cli.commands.sidecar import _spool_beside
-
-    one, other = (_spool_beside(f"unix:///run/{name}/sidecar.sock") for name in ("one", "other"))
-    assert one != other
-    assert one.is_absolute()
-
-
 @pytest.mark.parametrize(
     ("error", "hint"),
     [

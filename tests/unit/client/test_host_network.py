@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pannier.client import machine
 from pannier.client.embedded import network
 from pannier.wire.errors import ConfigurationError
 
@@ -23,7 +24,7 @@ def test_a_place_is_the_directory_however_it_is_called(tmp_path: Path) -> None:
 def test_a_place_is_of_this_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = network.runtime_dir_id(tmp_path)
     (tmp_path / "boot").write_text("another\n")
-    monkeypatch.setattr(network, "_BOOT_ID", tmp_path / "boot")
+    monkeypatch.setattr(machine, "_BOOT_ID", tmp_path / "boot")
     assert network.runtime_dir_id(tmp_path) != before
 
 

@@ -25,10 +25,10 @@ METHODS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shar
 
 
 def sharded(
-    mesh: tuple[int, ...] = (2,), placements: tuple[Placement, ...] = (Shard(0),)
+    mesh: tuple[int, ...] = (2,), placements: tuple[Placement, ...] = (Shard(0),), rows: int = 2
 ) -> DTensor:
     return DTensor.from_local(
-        torch.ones(2, 3),
+        torch.ones(rows, 3),
         init_device_mesh("cpu", mesh),
         placements,
         run_check=False,
@@ -63,7 +63,7 @@ def test_a_tensor_that_begins_or_ceases_to_describe_itself_is_planned_again(kind
     """Also one that was plain when its plan was prepared, and is the same object since."""
     with alone_of(2, 0):
         saves = StagedSaves()
-        tensor: Any = sharded() if kind == "DTensor" else torch.ones(2, 3)
+        tensor: Any = sharded(rows=4) if kind == "DTensor" else torch.ones(2, 3)
         (local,) = local_tensors(tensor)
         for row in (0, 4, 0):
             if row:

@@ -239,27 +239,6 @@ def test_older_save_never_replaces_a_newer(sockets: Path, tmp_path: Path) -> Non
     assert str(metadata.storage_meta.save_id).endswith("-s2")
 
 
-def test_save_of_another_group_with_lower_numbers_is_refused_at_once(
-    sockets: Path, tmp_path: Path
-) -> None:
-    place = str(tmp_path / "root" / "best")
-
-    async def scenario() -> None:
-        async with coordinator(sockets) as client:
-            sidecar = await client.attach()
-            finals = await plan_both(client, place, 5)
-            await make_durable(sidecar, place, finals, 5)
-            await sidecar.await_state(context(0, place, number=5).save, COMMITTED)
-            who = context(0, place, ranks=(0,), world_size=2)
-            with pytest.raises(
-                SaveAbortedError,
-                match=r"save number 5 of process group .* save number 1 of .*ids of its own",
-            ):
-                await client.plan(who, halves(0))
-
-    asyncio.run(scenario())
-
-
 def test_missing_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path) -> None:
     place = str(tmp_path / "root" / "step-1")
 

@@ -7,6 +7,7 @@ const HINTS = {
   CLIENT: "The rank's own code raised: its log has the traceback.",
   DISAGREEMENT: "Ranks called save with different arguments: compare what each of them passes.",
   INVALID_PLAN: "The ranks' plans don't make one checkpoint: check the keys and shapes it names.",
+  PLAN_CHANGED: "What ranks had staged doesn't fit the other ranks' new plans: the next save is planned again.",
   STORAGE: "Storage refused or didn't answer: run `pannier doctor` on that host.",
   INTEGRITY: "Bytes changed on their way: if it happens again, check that host's memory and disk.",
   DEADLINE: "Check the host it names: the rank is unresponsive or slow, or never called save.",
