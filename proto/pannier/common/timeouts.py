@@ -395,9 +395,9 @@ JOB_DAEMONS_IDLE_S: Final = 60.0 * SCALE
 LEADER_S: Final = 10.0 * SCALE
 """For rank 0 to become the leader, and for a rank on another host to report itself."""
 COORDINATOR_START_S: Final = 60.0 * SCALE
-"""For a coordinator to listen after its sidecar: with --planner it imports torch."""
+"""For a coordinator to listen after its sidecar, and then to answer: with --planner it imports torch."""
 COORDINATOR_REACH_S: Final = 5.0 * SCALE
-"""For a reachable coordinator to answer."""
+"""For a connection to a coordinator's port: after that, packets are dropped on the way."""
 STORE_POLL_S: Final = 0.02 * SCALE
 """First pause between two looks whether a rank has asked to confirm the job's start."""
 STORE_LONGEST_POLL_S: Final = 0.5 * SCALE

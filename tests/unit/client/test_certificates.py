@@ -1,9 +1,11 @@
 """Certificates of a job on several hosts, with real connections: only their holders are let in."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -12,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pannier.client.embedded.certificates import PEER_NAME, TlsBundle, issue
 from pannier.client.embedded.daemon_spec import write_tls_files
 from pannier.client.embedded.network import probe_daemon
+from pannier.common import timeouts
 from pannier.daemon.listeners import bind_listeners, server_options
 from pannier.wire.tls import Tls
 from support.processes.ranks import free_port
@@ -24,11 +27,17 @@ def tls(papers: TlsBundle, directory: Path) -> Tls:
     return Tls(*write_tls_files(directory, papers))
 
 
+class SlowHealth(health.HealthServicer):
+    def Check(self, request: Any, context: Any) -> Any:
+        time.sleep(0.5)
+        return super().Check(request, context)
+
+
 @contextmanager
-def serving(papers: Tls) -> Iterator[str]:
+def serving(papers: Tls, health_servicer: Any = health.HealthServicer) -> Iterator[str]:
     """A daemon's server that shows these papers; its address."""
     server = grpc.server(ThreadPoolExecutor(2), options=server_options())
-    servicer = health.HealthServicer()
+    servicer = health_servicer()
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     address = f"127.0.0.1:{free_port()}"
@@ -97,6 +106,17 @@ def test_the_coordinator_is_believed_under_its_own_address_only(tmp_path: Path) 
     with serving(tls(server, tmp_path / "server")) as address:
         why = probe_daemon(address, tls(caller, tmp_path / "caller"), SOON_S)
         assert "for another host name" in why
+
+
+def test_a_coordinator_on_a_busy_host_is_slow_but_not_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, caller = issue("127.0.0.1")
+    monkeypatch.setattr(timeouts, "COORDINATOR_REACH_S", 0.2)
+    with serving(tls(server, tmp_path / "server"), SlowHealth) as address:
+        callers = tls(caller, tmp_path / "caller")
+        assert probe_daemon(address, callers, timeouts.COORDINATOR_START_S) == ""
+        assert "did not answer within the deadline" in probe_daemon(address, callers, 0.3)
 
 
 @pytest.mark.parametrize("host", ["localhost", "node-0.cluster", "::1", "127.0.0.1"])

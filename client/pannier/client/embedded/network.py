@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pannier.client import machine
+from pannier.common import timeouts
 from pannier.wire.addresses import channel_options
 from pannier.wire.errors import ConfigurationError, from_rpc_error
 from pannier.wire.tls import Tls, open_channel
@@ -120,8 +121,13 @@ def probe_port(address: str, timeout_s: float) -> str:
 
 
 def probe_daemon(address: str, tls: Tls, timeout_s: float) -> str:
-    """Why no daemon at ``host:port`` accepts calls with this certificate; "": one does."""
-    if why := probe_port(address, timeout_s):
+    """Why no daemon at ``host:port`` accepts calls with this certificate; "": one does.
+
+    Args:
+        timeout_s: for its answer; a busy host's daemon listens long before it answers. That there is a
+            way to it shows within ``timeouts.COORDINATOR_REACH_S``.
+    """
+    if why := probe_port(address, min(timeout_s, timeouts.COORDINATOR_REACH_S)):
         return why
     with open_channel(address, channel_options(), tls) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)

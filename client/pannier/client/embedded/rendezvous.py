@@ -177,7 +177,7 @@ def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpe
 
     launcher.make_private_dir(directory)
     files = write_tls_files(directory, rendezvous.tls)
-    if why := network.probe_daemon(address, Tls(*files), timeouts.COORDINATOR_REACH_S):
+    if why := network.probe_daemon(address, Tls(*files), timeouts.COORDINATOR_START_S):
         host = rendezvous.leader.host
         raise UnavailableError(
             f"host {own.host} (rank {own.rank}) can't reach this job's coordinator at {address}, which "
@@ -303,7 +303,7 @@ def _find_earlier(
             if not launcher.is_up(spec):
                 network.check_free(rendezvous.coordinator)
             elif why := network.probe_daemon(
-                rendezvous.coordinator, Tls(*tls_files(directory)), timeouts.COORDINATOR_REACH_S
+                rendezvous.coordinator, Tls(*tls_files(directory)), timeouts.COORDINATOR_START_S
             ):
                 raise ConfigurationError(f"{rendezvous.coordinator}: {why}")
         except FileNotFoundError:  # they are exiting
