@@ -88,6 +88,19 @@ def test_threads_may_save_in_different_groups(run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_two_groups_of_the_same_ranks_save_from_two_threads(run: Run) -> None:
+    attempts = set()
+    for rank, report in enumerate(run.ranks):
+        for name, found in zip(("first", "second"), report["twins"], strict=True):
+            assert [save["type"] for save in found["saves"]] == [""] * 5, found
+            attempts |= {save["attempt"] for save in found["saves"]}
+            for number in range(5):
+                checkpoint = run.root / f"twins-{name}-{rank // 2}-{number}"
+                assert f"weight.{rank}" in keys(checkpoint)
+    assert len(attempts) == 2 * 2 * 5
+
+
+@pytest.mark.slow
 def test_a_rank_outside_the_group_raises_and_the_group_saves(run: Run) -> None:
     for rank in (2, 3):
         found = run.ranks[rank]["outside"]

@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pannier.v1 import save_pb2
 from pannier.wire import addresses, limits, object_names
 from pannier.wire.auth_token import VARIABLE, TokenFile
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
@@ -122,9 +121,7 @@ class Settings(BaseSettings):
     @classmethod
     def _job(cls, value: str | None) -> str | None:
         if value is not None:
-            object_names.check_save_id(
-                save_pb2.SaveId(job=value, incarnation="x", group="x", number=1)
-            )
+            object_names.check_job(value)
         return value
 
     @field_validator("transport")

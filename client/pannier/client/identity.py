@@ -55,16 +55,19 @@ class Identity:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that save together, as sorted global ranks."""
+    """Ranks that save together: one process group's."""
 
     ranks: tuple[int, ...]
+    """Sorted global ranks."""
     rank: int
     """This process's global rank."""
+    process_group: str = ""
+    """torch's name of the process group, the same on all its ranks; empty: the default one, or a rank alone."""
 
     @property
     def name(self) -> str:
-        """Derived from the ranks."""
-        return group_name(self.ranks)
+        """Derived from the ranks and their process group."""
+        return group_name(self.ranks, self.process_group)
 
     @property
     def is_coordinator(self) -> bool:
@@ -84,7 +87,7 @@ class World:
         self.size = 1 if alone else dist.get_world_size()
         self._default_group = None if alone else weakref.ref(dist.group.WORLD)
         self._lock = threading.Lock()
-        self._numbers: dict[tuple[int, ...], int] = {}
+        self._numbers: dict[Group, int] = {}
         self._identity: Identity | None = None
         self._seen: dict[str, int | None] = {}
         self._agree_on_coordinator: Callable[[], Rendezvous | None] = lambda: None
@@ -107,7 +110,7 @@ class World:
         """
         if self.alone:
             return Group((0,), 0)
-        if process_group is None:
+        if process_group in (None, dist.group.WORLD):
             return Group(tuple(range(self.size)), self.rank)
         if process_group == dist.GroupMember.NON_GROUP_MEMBER:
             raise InvalidRequestError(
@@ -123,7 +126,8 @@ class World:
             raise InvalidRequestError(
                 f"rank {self.rank} is not in process group {ranks}: only its ranks may save with it"
             )
-        return Group(tuple(ranks), self.rank)
+        # Two groups of the same ranks may save at the same time, from two threads.
+        return Group(tuple(ranks), self.rank, torch_compat.group_name(process_group))
 
     def lone_group(self) -> Group:
         """The group of this rank alone."""
@@ -132,14 +136,14 @@ class World:
     def next_number(self, group: Group) -> int:
         """Consumes the number of the group's next save."""
         with self._lock:
-            number = self._numbers.get(group.ranks, 0) + 1
-            self._numbers[group.ranks] = number
+            number = self._numbers.get(group, 0) + 1
+            self._numbers[group] = number
             return number
 
     def resume(self, group: Group, number: int) -> None:
         """Makes ``number`` the group's next when this rank missed saves; never lowers the next number."""
         with self._lock:
-            self._numbers[group.ranks] = max(self._numbers.get(group.ranks, 0), number - 1)
+            self._numbers[group] = max(self._numbers.get(group, 0), number - 1)
 
     def identity(self, settings: Settings) -> Identity:
         """This rank's identity; the first rank to call this creates the incarnation for all.

@@ -80,9 +80,6 @@ def check_context(context: sidecar_pb2.SaveContext) -> None:
         problem = f"{rank_list(ranks)} is not a sorted list of ranks that includes {context.rank}"
     elif context.world_size <= ranks[-1]:
         problem = f"rank {ranks[-1]} is not in a world of {context.world_size} processes"
-    elif save.group != object_names.group_name(ranks):
-        # Checked last: for a large group this takes longer than all other checks.
-        problem = f"{save.group} is not the name of the group of ranks {rank_list(ranks)}"
     if problem:
         raise InvalidRequestError(f"save {object_names.save_text(save)}: {problem}")
 

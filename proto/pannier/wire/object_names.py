@@ -25,7 +25,8 @@ _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _WORD = r"[a-z0-9]{1,32}"
 _TOKEN = re.compile(_WORD)
 _NUMBER = r"0|[1-9][0-9]{0,11}"
-_ATTEMPT = re.compile(rf"i({_NUMBER})-({_WORD})-(g[0-9a-f]{{8}})-s({_NUMBER})")
+_GROUP = re.compile(r"g[0-9a-f]{8}")
+_ATTEMPT = re.compile(rf"i({_NUMBER})-({_WORD})-({_GROUP.pattern})-s({_NUMBER})")
 """One spelling per attempt: names are also compared as text."""
 _FILE = re.compile(r"objects|extra|0|[1-9][0-9]{0,5}")
 LARGEST_NUMBER = 10**12 - 1
@@ -35,24 +36,41 @@ _RECORD = re.compile(rf"[0-9]{{{_RECORD_DIGITS}}}")
 _TERM = re.compile(rf"({_RECORD.pattern})-([1-9][0-9]{{0,15}})")
 
 
-def group_name(ranks: Sequence[int]) -> str:
-    """Name of the group of these global ranks, in any order."""
+def group_name(ranks: Sequence[int], process_group: str = "") -> str:
+    """Name of the group of these global ranks, in any order.
+
+    Args:
+        process_group: sets it apart from other groups of the same ranks.
+    """
     text = ",".join(str(rank) for rank in sorted(ranks))
+    if process_group:
+        text += f" {process_group}"
     return "g" + hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def check_job(job: str) -> None:
+    """Raises InvalidRequestError when a job's name is malformed."""
+    if not _JOB.fullmatch(job):
+        raise InvalidRequestError(
+            f"job name {job!r} is not valid: use 1 to 63 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
+        )
+
+
+def check_incarnation(incarnation: str) -> None:
+    """Raises InvalidRequestError when the id of an incarnation is malformed."""
+    if not _TOKEN.fullmatch(incarnation):
+        raise InvalidRequestError(
+            f"incarnation {incarnation!r} is not 1 to 32 lower-case letters and digits"
+        )
 
 
 def check_save_id(save: save_pb2.SaveId) -> None:
     """Raises InvalidRequestError when a field of ``save`` is malformed."""
-    if not _JOB.fullmatch(save.job):
-        raise InvalidRequestError(
-            f"job name {save.job!r} is not valid: use 1 to 63 letters, digits, '.', '_' or '-', "
-            "beginning with a letter or digit"
-        )
-    for what, value in (("incarnation", save.incarnation), ("group", save.group)):
-        if not _TOKEN.fullmatch(value):
-            raise InvalidRequestError(
-                f"{what} {value!r} is not 1 to 32 lower-case letters and digits"
-            )
+    check_job(save.job)
+    check_incarnation(save.incarnation)
+    if not _GROUP.fullmatch(save.group):
+        raise InvalidRequestError(f"group {save.group!r} is not 'g' and 8 hexadecimal digits")
     if not 1 <= save.number <= LARGEST_NUMBER:
         raise InvalidRequestError(f"save number {save.number} is not within 1 to {LARGEST_NUMBER}")
 

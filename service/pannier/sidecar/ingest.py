@@ -135,9 +135,8 @@ class Ingest:
             InvalidRequestError: the files can never fit into the spool, or the request is malformed.
         """
         limits.check_reserve(request)
-        object_names.check_save_id(
-            save_pb2.SaveId(job=request.job, incarnation=request.incarnation, group="g", number=1)
-        )
+        object_names.check_job(request.job)
+        object_names.check_incarnation(request.incarnation)
         try:
             sizes = [size + STAMP_BYTES for size in request.sizes]
             await reservation_threads.run(self._spool.check_fits, sizes)

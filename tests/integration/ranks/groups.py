@@ -7,6 +7,7 @@ them. Environment: ROOT, REPORT (directory).
 import json
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ root = os.environ["ROOT"]
 pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
 crosses = [dist.new_group([0, 2]), dist.new_group([1, 3])]
 alone = [dist.new_group([each]) for each in range(4)]
+twins = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+"""Of the same ranks as `pairs`."""
 pair, cross = pairs[rank // 2], crosses[rank % 2]
 report: dict[str, Any] = {}
 
@@ -169,6 +172,18 @@ def in_threads(*saves: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+TWINS = [(f"first-{rank // 2}", pair), (f"second-{rank // 2}", twins[rank // 2])]
+
+
+def several(name: str, group: Any) -> dict[str, Any]:
+    """Saves one after the other, which the ranks begin in any order beside those of another thread."""
+    found = []
+    for number in range(5):
+        time.sleep(0.02 * ((rank + len(name) + number) % 3))
+        found.append(attempt(f"{name}-{number}", process_group=group))
+    return {"saves": found}
+
+
 def at_once() -> None:
     """Every rank is in three groups, whose saves are under way together."""
     handles = {
@@ -202,6 +217,9 @@ def main() -> None:
     report["threads"] = in_threads(
         lambda: attempt(f"threads-pair-{rank // 2}"),
         lambda: attempt(f"threads-cross-{rank % 2}", process_group=cross),
+    )
+    report["twins"] = in_threads(
+        *(lambda name=name, group=group: several(f"twins-{name}", group) for name, group in TWINS)  # type: ignore[misc]
     )
     dist.barrier()
     client.close()

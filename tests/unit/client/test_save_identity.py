@@ -202,9 +202,11 @@ def test_ranks_see_the_incarnations_that_the_first_of_them_has_found(tmp_path: P
 
 def test_groups_are_sorted_global_ranks_and_outsiders_are_refused(tmp_path: Path) -> None:
     found = run("groups", 3, tmp_path)
-    assert found[0][0] == Group((0, 2), 0)
-    assert found[2][0] == Group((0, 2), 2)
-    assert found[0][0].name == group_name([2, 0])
+    own = found[0][0].process_group
+    assert found[0][0] == Group((0, 2), 0, own)
+    assert found[2][0] == Group((0, 2), 2, own)
+    # Another group of these ranks has another name.
+    assert found[0][0].name == group_name([2, 0], own) != group_name([2, 0])
     assert found[0][0].is_coordinator
     assert not found[2][0].is_coordinator
     assert "rank 1" in found[1][0]

@@ -447,12 +447,12 @@ def test_the_memory_of_one_process_is_no_place_for_a_save(host: Host) -> None:
         trainer.plan(trainer.context("memory://run/step-1"))
 
 
-def test_a_group_name_of_other_ranks_is_refused(host: Host) -> None:
+def test_a_malformed_group_name_is_refused(host: Host) -> None:
     host.start()
     trainer = host.trainer()
     context = trainer.context(host.id())
-    context.save.group = object_names.group_name([0, 1])
-    with pytest.raises(errors.InvalidRequestError, match="not the name of the group"):
+    context.save.group = "group-0"
+    with pytest.raises(errors.InvalidRequestError, match="group 'group-0' is not 'g' and"):
         trainer.plan(context)
 
 

@@ -283,10 +283,13 @@ class Registry:
                 and theirs.save.group != context.save.group
                 and context.rank in other.plans.missing
             ):
+                others = "another process group of these"
+                if theirs.ranks != context.ranks:
+                    others = ranks_text(context.ranks)
                 error = DisagreementError(
                     f"{sender(theirs)} saves to {theirs.checkpoint_id} together with "
                     f"{ranks_text(theirs.ranks)}, {sender(context)} with "
-                    f"{ranks_text(context.ranks)}: pass the same process_group on every rank",
+                    f"{others}: pass the same process_group on every rank",
                     (theirs.rank, theirs.host),
                     (context.rank, context.host),
                 )

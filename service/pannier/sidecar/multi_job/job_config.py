@@ -20,11 +20,10 @@ from typing import Any, Final
 
 from pannier.common.locations import parse
 from pannier.common.units import parse_size
-from pannier.v1 import save_pb2
 from pannier.wire.addresses import parse_address
 from pannier.wire.auth_token import check_token, digest, read_private
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
-from pannier.wire.object_names import check_save_id
+from pannier.wire.object_names import check_job
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +159,7 @@ def read_job(path: Path) -> JobConfig:
     """Reads the file of one job. Raises ConfigurationError, whose text never has a token."""
     name = path.name.removesuffix(SUFFIX)
     try:
-        check_save_id(save_pb2.SaveId(job=name, incarnation="x", group="x", number=1))
+        check_job(name)
     except InvalidRequestError as error:
         raise ConfigurationError(str(error)) from error
     content = read_private(path, what="it", most=_LARGEST)

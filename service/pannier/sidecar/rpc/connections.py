@@ -23,7 +23,7 @@ from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import limits
 from pannier.wire.chunk_codec import MAX_MESSAGE_BYTES
 from pannier.wire.errors import InvalidRequestError, OverloadedError, VersionMismatchError
-from pannier.wire.object_names import check_save_id, save_text
+from pannier.wire.object_names import check_incarnation, check_job, save_text
 from pannier.wire.version import WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
@@ -320,9 +320,8 @@ class Connections:
                 f"with wire version {WIRE_VERSION}: install the same version on both sides, and "
                 "restart the one that is older"
             )
-        check_save_id(
-            save_pb2.SaveId(job=request.job, incarnation=request.incarnation, group="g", number=1)
-        )
+        check_job(request.job)
+        check_incarnation(request.incarnation)
         if not request.world_size > request.rank:
             raise InvalidRequestError(
                 f"rank {request.rank} is not within a world of {request.world_size}"
