@@ -165,3 +165,14 @@ def test_a_typo_of_a_url_is_refused() -> None:
     result = pannier("ls", "gs:/b/x")
     assert result.code == 2, result
     assert "use gs://b/x, or ./gs:/b/x" in " ".join(result.err.split())
+
+
+def test_retain_says_where_its_job_comes_from(tmp_path: Path) -> None:
+    result = pannier("retain", str(tmp_path), "--keep-newest", "1")
+    assert result.code == 2, result
+    assert "the trainers' PANNIER_JOB" in result.err
+    assert f"below {tmp_path} are checkpoints of no job" in result.err
+    write_attempt(tmp_path / "step-1", ATTEMPT)
+    result = pannier("retain", str(tmp_path), "--keep-newest", "1")
+    assert f"below {tmp_path} are checkpoints of job\n" in result.err
+    assert (tmp_path / "step-1/.metadata").exists()
