@@ -6,6 +6,7 @@ from support.processes.cli import run_python
 from support.processes.daemons import clean_environment
 
 MODULE = """
+import os
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 class Planner(DefaultSavePlanner):
