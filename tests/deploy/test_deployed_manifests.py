@@ -284,6 +284,20 @@ def test_one_coordinator_that_may_be_evicted(objects: list[Object]) -> None:
     )
 
 
+@with_daemons
+def test_a_coordinator_leaves_a_lost_node_long_before_kubernetes_default(
+    objects: list[Object],
+) -> None:
+    """Saves wait for it meanwhile; the default is 300 s."""
+    spec = pod_templates(objects)["Deployment/pannier-coordinator"]["spec"]
+    assert {
+        (each["key"], each["effect"]): each["tolerationSeconds"] for each in spec["tolerations"]
+    } == {
+        ("node.kubernetes.io/not-ready", "NoExecute"): 30,
+        ("node.kubernetes.io/unreachable", "NoExecute"): 30,
+    }
+
+
 def test_pods_are_confined(objects: list[Object]) -> None:
     for where, template in pod_templates(objects).items():
         pod = template["spec"]["securityContext"]

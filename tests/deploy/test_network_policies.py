@@ -15,7 +15,6 @@ from support.kubernetes.manifests import (
     DEPLOY,
     NODE,
     OVERLAYS,
-    Object,
     admits,
     built,
     of_kind,
