@@ -52,6 +52,7 @@ class Played:
     def __init__(self, directory: Path, **settings: str) -> None:
         needs_kubectl()
         self.directory = directory
+        (directory / "calls").touch()
         real = str(shutil.which("kubectl"))
         for name in ("kubectl", "grpcurl"):
             self._program(
@@ -100,7 +101,11 @@ class Played:
 
 @pytest.mark.parametrize(
     ("overlay", "fault"),
-    [("indexed-job", "no cert-manager"), ("gke-gpu", ""), ("leaderworkerset", "")],
+    [
+        ("indexed-job", "no cert-manager"),
+        pytest.param("gke-gpu", "", marks=pytest.mark.extended),
+        pytest.param("leaderworkerset", "", marks=pytest.mark.extended),
+    ],
 )
 def test_a_cluster_that_does_all_passes_each_check_and_is_left_as_it_was(
     overlay: str, fault: str, tmp_path: Path
@@ -158,9 +163,14 @@ def test_a_cluster_that_does_all_passes_each_check_and_is_left_as_it_was(
     ("fault", "within", "said"),
     [
         ("nothing is committed", "4", "no checkpoint was committed: not within 4 s"),
-        ("trainers stay down", "4", "the trainer of train-1-a didn't start again"),
-        ("no pod is replaced", "4", "no pod replaced train-1-a"),
-        ("policies aren't enforced", "300", "a stranger's pod isn't kept out"),
+        *(
+            pytest.param(*each, marks=pytest.mark.extended)
+            for each in (
+                ("trainers stay down", "4", "the trainer of train-1-a didn't start again"),
+                ("no pod is replaced", "4", "no pod replaced train-1-a"),
+                ("policies aren't enforced", "300", "a stranger's pod isn't kept out"),
+            )
+        ),
     ],
 )
 def test_what_a_cluster_does_not_do_is_said_with_the_pods_logs(
@@ -176,9 +186,12 @@ def test_what_a_cluster_does_not_do_is_said_with_the_pods_logs(
 def test_an_interrupted_run_removes_its_namespace(tmp_path: Path) -> None:
     played = Played(tmp_path, FAULT="nothing is committed", WITHIN="3000")
     process = Process("script", [str(SCRIPT)], environment=played.environment, log=tmp_path / "log")
-    wait_until(lambda: "pannier ls" in (tmp_path / "calls").read_text(), 60)
-    psutil.Process(process.pid).terminate()
-    assert process.wait(60) == 143, process.log()
+    try:
+        wait_until(lambda: "pannier ls" in (tmp_path / "calls").read_text(), 120)
+        psutil.Process(process.pid).terminate()
+        assert process.wait(120) == 143, process.log()
+    finally:
+        process.close()
     played.check_removed()
 
 

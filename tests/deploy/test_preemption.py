@@ -18,8 +18,10 @@ from support.kubernetes.pods import Pod
 from support.network.netns import HERE, Network
 from support.storage.gcs_server import GcsServer
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 HOSTS = ("host-0", "host-1")
+START_S = 120.0
+"""Four processes import torch."""
 TRAIN = """
 import os, signal, time
 import torch, torch.distributed as dist
@@ -100,13 +102,13 @@ def test_a_job_that_loses_a_host_goes_on_at_the_step_at_which_it_stopped(
         for each in hosts:
             each.start()
         for each in hosts:
-            said(each, "trainer", "resumes after step 0")
-        said(hosts[0], "trainer", "pannier: saved ")
+            said(each, "trainer", "resumes after step 0", timeout=START_S)
+        said(hosts[0], "trainer", "pannier: saved ", timeout=START_S)
 
         remains = hosts[1 - evicted]
         # Deleted: SIGTERM to torchrun, then to the sidecar, which drains.
         hosts[evicted].terminate()
-        code = remains["trainer"].wait(60)
+        code = remains["trainer"].wait(START_S)
         log = remains["trainer"].process.log()
         stopped = re.findall(r"^(?:leaves at )?step (\d+)$", log, re.MULTILINE)[-1]
         assert remains.template["spec"]["restartPolicy"] == "OnFailure"
@@ -116,4 +118,4 @@ def test_a_job_that_loses_a_host_goes_on_at_the_step_at_which_it_stopped(
         new = pod(made, evicted, f"train-{evicted}-new")
         new.start()
         for each in (remains, new):
-            said(each, "trainer", f"resumes after step {stopped}\n")
+            said(each, "trainer", f"resumes after step {stopped}\n", timeout=START_S)
