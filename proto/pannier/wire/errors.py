@@ -5,10 +5,10 @@ it is a gRPC status whose trailing metadata holds an :class:`~pannier.v1.save_pb
 :func:`from_rpc_error` makes the same error again.
 """
 
+import dataclasses
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import grpc
@@ -59,7 +59,7 @@ _CONNECTION_PROBLEMS: Final = (
 """Patterns of texts of gRPC and the kernel about a connection, in lower case, and their meaning; the first match counts."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Failure:
     """Why a save or a load failed, on one rank."""
 

@@ -56,13 +56,13 @@ def command(
     time of the commit), "metrics" (null: not finite), "kept_for" (the rules that
     keep it; empty: it was removed, or would be) and "bytes" (removed).
     """
-    policy = policy_of(settings)
     if job is None:
-        jobs = asyncio.run(_jobs(root, policy.pattern, storage_options))
+        jobs = asyncio.run(_jobs(root, policy_of(settings).pattern, storage_options))
         raise click.UsageError(
             "--job is missing: whose checkpoints these rules are for, the trainers' PANNIER_JOB; below "
             f"{root} are checkpoints of {', '.join(jobs) or 'no job'}"
         )
+    policy = policy_of(settings)
     outcomes = asyncio.run(
         retain(
             lambda url: open_store(url, storage_options=storage_options, allow=(root,)),
