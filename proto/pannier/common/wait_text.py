@@ -24,6 +24,8 @@ class Awaited:
     """Seconds since its last message; None: none yet."""
     replica: str = ""
     """The host that has its files, too, while its own host's sidecar is disconnected."""
+    no_sidecar: bool = False
+    """The sidecar of its host doesn't respond, so nothing is known of the rank itself."""
 
 
 def waiting_text(awaited: Iterable[Awaited]) -> str:
@@ -80,4 +82,6 @@ def _where(host: str, group: list[Awaited]) -> str:
     if holders and all(one.replica for one in group):
         what = "its replica" if len(group) == 1 else "their replicas"
         when += f"; {' and '.join(holders)} {'has' if len(holders) == 1 else 'have'} {what}"
+    if all(one.no_sidecar for one in group):
+        host += ", whose sidecar does not respond"
     return f"host {host}, {when}" if host else when

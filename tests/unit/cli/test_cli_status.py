@@ -45,7 +45,7 @@ def save(
     )
     if state == save_pb2.SAVE_STATE_UPLOADING:
         status.waiting_on.ranks.append(1)
-        status.waiting_on.text = "ranks [1] (host node-1, last seen 12 s ago)"
+        status.waiting_on.text = "rank 1 (host node-1, last seen 12 s ago)"
         status.waiting_on.deadline_s = 100
     if state == save_pb2.SAVE_STATE_ABORTED:
         status.failures.add(
@@ -225,7 +225,7 @@ def test_status_is_a_table_of_saves(serve: Serve) -> None:
     assert "3.0 GiB" in lines[0]
     assert "gs://bucket/run/step-100" in lines[0]
     assert "COMMITTED" in lines[1]
-    waits = "ranks [1] (host node-1, last seen 12 s ago)"
+    waits = "rank 1 (host node-1, last seen 12 s ago)"
     assert waits not in pannier("status", "--address", serve(Scripted([COMMITTED]))).out
     wide = pannier("status", "-o", "wide", "--address", serve(Scripted([UPLOADING])))
     assert waits in wide.out
@@ -349,7 +349,7 @@ def test_status_of_one_save_shows_ranks_and_whom_it_waits_for(serve: Serve) -> N
     address = serve(Scripted([UPLOADING]))
     result = pannier("status", ID, "--address", address)
     assert result.code == 0, result
-    assert "waiting for ranks [1] (host node-1, last seen 12 s ago)" in result.out
+    assert "waiting for rank 1 (host node-1, last seen 12 s ago)" in result.out
     rank = next(line for line in result.out.splitlines() if "503 from storage" in line)
     assert "node-1" in rank
     assert "INGESTED" in rank

@@ -17,6 +17,11 @@ def test_a_rank_that_was_never_seen_is_named_as_such() -> None:
     assert waiting_text([Awaited(1, "node-0")]) == "rank 1 (host node-0, not seen yet)"
 
 
+def test_ranks_are_not_blamed_for_a_sidecar_that_does_not_respond() -> None:
+    text = waiting_text(Awaited(rank, "node-0", 12, no_sidecar=True) for rank in range(2))
+    assert text == "ranks [0, 1] (host node-0, whose sidecar does not respond, last seen 12 s ago)"
+
+
 def test_many_ranks_are_cut() -> None:
     text = waiting_text(Awaited(rank, "node-0", 1) for rank in range(1000))
     assert "15] and 984 more (host node-0" in text

@@ -227,7 +227,8 @@ class SidecarConnection:
                     raise UnavailableError("the client is closed") from error
                 if repeatable and deadline.passed:
                     raise UnavailableError(
-                        f"{self.peer} did not answer within {timeout:g} s: is it stopped?"
+                        f"{self.peer} did not answer within {timeout:g} s: "
+                        f"{errors.unanswered(self.peer)}"
                     ) from error
                 raise errors.from_rpc_error(error, peer=self.peer) from error
 
@@ -324,7 +325,8 @@ class SidecarConnection:
                     raise InterruptedCallError from error
                 if unanswered.is_set():
                     raise UnavailableError(
-                        f"{self.peer} did not answer within {timeouts.CONNECT_S:g} s: is it stopped?"
+                        f"{self.peer} did not answer within {timeouts.CONNECT_S:g} s: "
+                        f"{errors.unanswered(self.peer)}"
                     ) from error
                 raise errors.from_rpc_error(error, peer=self.peer) from error
             finally:
