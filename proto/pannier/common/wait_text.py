@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from pannier.common.message_json import duration, seconds_of
 from pannier.v1 import save_pb2
 from pannier.wire import limits
 from pannier.wire.failures import ranks_text
@@ -46,6 +47,44 @@ def waiting_on(awaited: Iterable[Awaited], *, deadline_s: float = 0) -> save_pb2
         ranks=sorted(one.rank for one in listed),
         text=waiting_text(listed),
         deadline_s=deadline_s if listed else 0,
+    )
+
+
+def wait_word(reason: int) -> str:
+    """``room`` of ``WAIT_REASON_ROOM``."""
+    return save_pb2.WaitReason.Name(reason).removeprefix("WAIT_REASON_").lower()
+
+
+def training_waits(waits: Iterable[save_pb2.TrainingWait]) -> list[save_pb2.TrainingWait]:
+    """One for all ranks with the same call, checkpoint and reason; the longest first."""
+    found: dict[tuple[str, str, int], save_pb2.TrainingWait] = {}
+    for each in waits:
+        key = (each.call, each.checkpoint_id, each.reason)
+        one = found.setdefault(key, save_pb2.TrainingWait())
+        ranks = one.ranks + each.ranks
+        if seconds_of(each.duration) >= seconds_of(one.duration):
+            one.CopyFrom(each)
+        one.ranks = ranks
+    for one in found.values():
+        ranks_waiting = f"{one.ranks} rank{'s' if one.ranks != 1 else ''}"
+        name = one.checkpoint_id.rstrip("/").rpartition("/")[2]
+        what = f"{one.call} of {name}" if name else one.call
+        seconds = seconds_of(one.duration)
+        one.summary = f"{ranks_waiting} in {what} for {seconds:.0f} s ({wait_word(one.reason)})"
+    return sorted(found.values(), key=lambda one: -seconds_of(one.duration))
+
+
+_REASONS: Final = frozenset(save_pb2.WaitReason.values())
+
+
+def aged(wait: save_pb2.TrainingWait, seconds: float) -> save_pb2.TrainingWait:
+    """A wait that a rank has reported, some seconds later, with its texts cut to their limits."""
+    return save_pb2.TrainingWait(
+        call=wait.call[: limits.MAX_HOST],
+        checkpoint_id=wait.checkpoint_id[: limits.MAX_NAME],
+        reason=wait.reason if wait.reason in _REASONS else save_pb2.WAIT_REASON_UNSPECIFIED,
+        duration=duration(limits.age(seconds_of(wait.duration)) + seconds),
+        ranks=1,
     )
 
 

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from google.protobuf import json_format
 
+from pannier.common.message_json import timestamp
 from pannier.v1 import load_status_pb2, save_pb2, status_pb2, status_pb2_grpc
 from support.processes.cli import pannier, pannier_in_terminal
 from support.processes.daemons import short_directory
@@ -28,8 +29,10 @@ def save(
         checkpoint_id="gs://bucket/run/step-100",
         state=state,
         bytes_total=3 << 30,
-        created_at=1.0,
+        created_at=timestamp(1.0),
         planned_s=0.25,
+        group_size=2,
+        durable_ranks=1 + (phase == save_pb2.RANK_PHASE_DURABLE),
     )
     status.ranks.add(
         rank=0, host="node-0", phase=save_pb2.RANK_PHASE_DURABLE, bytes_durable=1 << 30
@@ -65,7 +68,7 @@ def load(state: load_status_pb2.LoadState, name: str = "load-1234") -> load_stat
         id=name,
         checkpoint_id="gs://bucket/run/step-100",
         state=state,
-        created_at=1.0,
+        created_at=timestamp(1.0),
         seconds=3.5,
         group_size=2,
         bytes_total=4 << 30,
@@ -264,7 +267,10 @@ def test_status_json_is_the_protos_json(serve: Serve) -> None:
     parsed = json_format.ParseDict(answer, status_pb2.ListSavesResponse())
     assert parsed.saves[0] == UPLOADING
     save = answer["saves"][0]
-    assert set(save) == {field.name for field in save_pb2.SaveStatus.DESCRIPTOR.fields}
+    # `plan` is for clients and sidecars.
+    fields = {field.name for field in save_pb2.SaveStatus.DESCRIPTOR.fields}
+    assert set(save) == fields - {"plan"}
+    assert save["created_at"] == "1970-01-01T00:00:01Z"
     assert save["state"] == "SAVE_STATE_UPLOADING"
     assert (save["bytes_total"], save["save"]["number"]) == (3 << 30, 7)
     assert save["failures"] == []

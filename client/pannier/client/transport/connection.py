@@ -17,6 +17,7 @@ import grpc
 
 from pannier.client.identity import Identity
 from pannier.client.interrupts import shielded
+from pannier.client.messages import wait_log
 from pannier.client.timers import Timers
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.client.transport.heartbeat import Heartbeat
@@ -240,6 +241,7 @@ class SidecarConnection:
             rank=who.rank,
             client=who.client,
             closing=closing,
+            waiting=wait_log.training_wait(),
         )
         self.call("Ping", request, timeout)
 

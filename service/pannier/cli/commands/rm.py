@@ -11,6 +11,7 @@ from pannier.cli import output
 from pannier.cli.errors import end_negative
 from pannier.cli.options import Location, json_option
 from pannier.cli.storage import open_answering, store_options
+from pannier.common.units import counted
 from pannier.maintenance.delete_checkpoint import (
     RemovalPlan,
     RemovedObjects,
@@ -55,7 +56,9 @@ def command(
             }
         )
         return
-    output.say(f"removed {checkpoint_id}: {len(gone.objects)} objects, {output.size(size)}")
+    output.say(
+        f"removed {checkpoint_id}: {counted(len(gone.objects), 'object')}, {output.size(size)}"
+    )
     if plan.undecided:
         output.say(
             f"kept: {', '.join(plan.undecided)}, undecided: a save may be running; see "
@@ -92,6 +95,6 @@ def _question(checkpoint_id: str, plan: RemovalPlan) -> str:
     readers = plan.readers(time.time())
     reading = f" It is being read by {name_readers(readers)}." if readers else ""
     return (
-        f"{checkpoint_id} ({what}; {len(plan.attempts)} saves, {output.size(plan.size)})."
+        f"{checkpoint_id} ({what}; {counted(len(plan.attempts), 'save')}, {output.size(plan.size)})."
         f"{reading} Remove it for good?"
     )

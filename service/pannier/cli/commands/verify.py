@@ -12,6 +12,7 @@ from pannier.cli.errors import NEGATIVE, OK
 from pannier.cli.options import Location, output_options
 from pannier.cli.storage import open_answering, store_options
 from pannier.cli.table import Column, Fit, Table
+from pannier.common.units import counted
 from pannier.maintenance.verify import Finding, VerifyResult, verify
 
 
@@ -63,7 +64,7 @@ def _print(checkpoint_id: str, result: VerifyResult, *, wide: bool) -> None:
     total = sum(finding.size or 0 for finding in result.findings)
     if not bad:
         output.say(
-            f"ok: {checkpoint_id}, attempt {result.attempt}: {len(result.findings)} objects, "
+            f"ok: {checkpoint_id}, attempt {result.attempt}: {counted(len(result.findings), 'object')}, "
             f"{output.size(total)}, all as committed"
         )
         return

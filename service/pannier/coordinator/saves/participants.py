@@ -43,6 +43,8 @@ class SidecarPeer:
         """The host that gets the replicas of its ranks, as last reported."""
         self.replicas: set[tuple[str, int]] = set()
         """Ranks of other hosts of which it has all files, by save key and rank."""
+        self.waits: list[tuple[str, save_pb2.TrainingWait]] = []
+        """By job, the calls in which its trainers wait, as last reported."""
 
     def note_message(self, *, trainer: bool) -> None:
         """Records that a message arrived.

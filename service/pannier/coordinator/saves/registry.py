@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pannier.common import timeouts
+from pannier.common.units import counted
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.participants import RankPlace, SidecarPeer
 from pannier.coordinator.saves.save import Save
@@ -203,7 +204,12 @@ class Registry:
             places=incarnation.places,
             suspect_after_s=self._suspect_after_s,
         )
-        _log.info("%s begins, with %d ranks", save.label, len(context.ranks), extra=save.log_fields)
+        _log.info(
+            "%s begins, with %s",
+            save.label,
+            counted(len(context.ranks), "rank"),
+            extra=save.log_fields,
+        )
         self._status_registry.put(
             context.save,
             context.checkpoint_id,
