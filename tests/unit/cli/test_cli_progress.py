@@ -22,6 +22,7 @@ class Watched:
             id="job/inc/g1/7",
             checkpoint_id="gs://bucket/run/step-100",
             state=save_pb2.SAVE_STATE_UPLOADING,
+            group_size=ranks,
         )
         for rank in range(ranks):
             self.save.ranks.add(

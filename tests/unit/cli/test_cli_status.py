@@ -221,7 +221,7 @@ def _removed(directory: Path) -> Iterator[None]:
 def test_status_is_a_table_of_saves(serve: Serve) -> None:
     result = pannier("status", "--address", serve(Scripted([UPLOADING, COMMITTED])))
     assert result.code == 0, result
-    assert "node-0: serving, pannier 1.2.3" in result.out
+    assert "on node-0, job job: serving, pannier 1.2.3" in result.out
     lines = [line for line in result.out.splitlines() if ID in line]
     assert "UPLOADING" in lines[0]
     assert "1 of 2" in lines[0]
