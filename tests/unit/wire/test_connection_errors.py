@@ -106,7 +106,7 @@ with socket.socket(socket.AF_UNIX) as listener:
 
 
 def problem_of(address: str, credentials: grpc.ChannelCredentials | None = None) -> str:
-    """Why no call to the address succeeds, as a person is told."""
+    """Why no call to the address succeeds, for people."""
     options = [("grpc.min_reconnect_backoff_ms", 300)]
     with (
         grpc.insecure_channel(address, options)
