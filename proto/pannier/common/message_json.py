@@ -17,13 +17,21 @@ _WIDE: Final = (
 )
 
 
+_LAST: Final = 253402300799.0
+"""The end of the year 9999: https://protobuf.dev/reference/protobuf/google.protobuf/#timestamp"""
+_LONGEST_S: Final = 315576000000.0
+"""10,000 years: https://protobuf.dev/reference/protobuf/google.protobuf/#duration"""
+
+
 def timestamp(unix_time: float) -> Timestamp:
-    """Unix time in seconds as a message."""
+    """Unix time in seconds as a message; what its JSON can't have is cut: peers may send any number."""
+    unix_time = min(max(unix_time, 0.0), _LAST)
     return Timestamp(seconds=int(unix_time), nanos=int(unix_time % 1 * 1e9))
 
 
 def duration(seconds: float) -> Duration:
-    """A number of seconds as a message."""
+    """A number of seconds as a message, cut as above."""
+    seconds = min(max(seconds, 0.0), _LONGEST_S)
     return Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
 
 
