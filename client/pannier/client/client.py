@@ -43,6 +43,7 @@ from pannier.client.transport.save_errors import has_plan_changed
 from pannier.common import save_interval
 from pannier.common.deadline import Deadline
 from pannier.common.save_interval import Advice
+from pannier.v1 import save_pb2
 from pannier.wire.errors import (
     InvalidRequestError,
     PannierError,
@@ -246,8 +247,12 @@ class Client:
         self, state_dict: Mapping[str, Any], storage_writer: Any, arguments: Mapping[str, Any]
     ) -> SaveResult:
         handle = self.async_save(state_dict, storage_writer, **arguments)
+        checkpoint_id = handle.status().checkpoint_id
         with wait_log.logged(
-            f"save to {handle.status().checkpoint_id}", lambda: handle.status().waiting_on
+            f"save to {checkpoint_id}",
+            lambda: handle.status().waiting_on,
+            of=("save", checkpoint_id),
+            why=save_pb2.WAIT_REASON_COMMIT,
         ):
             return handle.result()
 
@@ -318,7 +323,12 @@ class Client:
             DeadlineError: some have not after ``timeout`` seconds; names them.
             PannierError: one failed and its error was not retrieved.
         """
-        with wait_log.logged("wait_all", self._factory.saves.__str__):
+        with wait_log.logged(
+            "wait_all",
+            self._factory.saves.__str__,
+            of=("wait_all", ""),
+            why=save_pb2.WAIT_REASON_COMMIT,
+        ):
             self._factory.saves.wait(timeout)
         self._factory.saves.errors.raise_all()
 

@@ -41,7 +41,7 @@ from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.common.save_interval import SaveCost
-from pannier.v1 import plan_pb2, sidecar_pb2
+from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import DeadlineError, InvalidRequestError, PannierError
 
 _log = logging.getLogger(__name__)
@@ -159,13 +159,19 @@ class SaveFactory:
             on_deferred: called with copies that outlast this call.
         """
         began = time.monotonic()
-        wait = wait_log.Wait(f"async_save to {call.checkpoint_id}", self._sidecar)
+        wait = wait_log.Wait(
+            f"async_save to {call.checkpoint_id}",
+            self._sidecar,
+            of=("async_save", call.checkpoint_id),
+            why=save_pb2.WAIT_REASON_SIDECAR,
+        )
         try:
             planned = call.plan_ahead(state_dict, planner)
             sidecar = call.member.sidecar()
             context = call.context(sidecar)
-            wait.reason = lambda: (
-                f"room, which PANNIER_MAX_IN_FLIGHT earlier saves hold: {self.saves}"
+            wait.change(
+                lambda: f"room, which PANNIER_MAX_IN_FLIGHT earlier saves hold: {self.saves}",
+                save_pb2.WAIT_REASON_ROOM,
             )
             slot = self.slots.admit(on_busy, deadline.remaining())
         except BaseException:
@@ -208,7 +214,7 @@ class SaveFactory:
         try:
             task = aside(begin)
             handle = task.handle
-            wait.reason = lambda: handle.status().waiting_on or _plan()
+            wait.change(lambda: handle.status().waiting_on or _plan(), save_pb2.WAIT_REASON_PLAN)
             spec = planned or stage_plan.save_spec(context, state_dict, planner)
 
             def request_plan(run: PlannerRun) -> plan_pb2.FinalPlan:
@@ -234,6 +240,7 @@ class SaveFactory:
 
             unconfirmed = None if plan.is_confirmed else plan.part
             task.planned(plan.attempt, plan.plan_id, unconfirmed, drop_part)
+            wait.why = save_pb2.WAIT_REASON_ROOM
             arena = aside(lambda: slot.hold(sidecar.arena(self.slots.pool, plan.sizes)))
             wait.end()
             staged = plan.stage(arena, devices)
@@ -264,10 +271,15 @@ class SaveFactory:
         """Plans and reserves memory for saves to come."""
         timeout_s = self.settings.plan_timeout
         pool = self.slots.pool
-        with wait_log.logged(f"prepare for {call.checkpoint_id}", self._sidecar) as wait:
+        with wait_log.logged(
+            f"prepare for {call.checkpoint_id}",
+            self._sidecar,
+            of=("prepare", call.checkpoint_id),
+            why=save_pb2.WAIT_REASON_SIDECAR,
+        ) as wait:
             planned = call.plan_ahead(state_dict, planner)
             sidecar = call.member.sidecar()
-            wait.reason = _plan
+            wait.change(_plan, save_pb2.WAIT_REASON_PLAN)
             context = call.context(sidecar)
             spec = planned or stage_plan.save_spec(context, state_dict, planner)
             call.mark_planned()

@@ -166,6 +166,7 @@ async def serving(
         )
         IncarnationWatch(registry)
         streams = SidecarStreams(registry, stores, daemon_info.loads)
+        daemon_info.waits = streams.waits
         service = CoordinatorService(registry, stores, planners, streams, cache)
         read_state = read_on_loop(asyncio.get_running_loop())
         metrics = Metrics("coordinator", daemon_info)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from pannier.common.deadline import within
+from pannier.daemon.save_summary import shown
 from pannier.v1 import save_pb2
 from pannier.wire.errors import PannierError
 from pannier.wire.object_names import save_text
@@ -113,7 +114,7 @@ class StatusRegistry(Notifier):
             entry = self._entries.get(key)
         if entry is None:
             raise UnknownSaveError(f"save {key} was just removed")
-        return entry.render()
+        return shown(entry.render())
 
     def newest(self, limit: int) -> "builtins.list[str]":
         """Keys of at most ``limit`` saves, newest first."""
@@ -130,7 +131,7 @@ class StatusRegistry(Notifier):
         for entry in reversed(entries):
             if len(found) >= (limit or _DEFAULT_LIMIT):
                 break
-            status = entry.render()
+            status = shown(entry.render())
             if not states or status.state in states:
                 found.append(status)
         return found

@@ -10,6 +10,7 @@ from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from support.processes.cli import pannier
 from support.storage.checkpoints import write, write_attempt, write_decision
+from support.storage.gcs_server import GcsServer
 
 ATTEMPT = "i1-inc-g0000000a-s3"
 
@@ -176,3 +177,21 @@ def test_a_typo_of_a_url_is_refused() -> None:
     result = pannier("ls", "gs:/b/x")
     assert result.code == 2, result
     assert "use gs://b/x, or ./gs:/b/x" in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize("command", ["ls", "gc", "recover", "verify", "rm"])
+def test_a_bucket_that_is_down_is_named_while_the_command_waits_and_given_up_soon(
+    command: str, server: GcsServer
+) -> None:
+    server.fault(kind="status", status=503, times=-1)
+    more = ["--yes"] if command == "rm" else []
+    result = pannier(command, "gs://bucket/run", "--timeout", "3", *more, env=server.env)
+    server.clear()
+    assert result.code == 3, result
+    waiting, problem, hint = result.err.splitlines()[-3:]
+    assert waiting.startswith("waiting for gs://bucket/run, up to 3 s (--timeout): ")
+    assert "503" in waiting
+    assert problem.startswith("error: ")
+    assert "503" in problem
+    assert "try again later" in hint
+    assert "credentials" not in hint
