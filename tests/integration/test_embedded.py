@@ -1,6 +1,8 @@
 """The client with nothing configured: its own daemons, on this machine, for real."""
 
+import fcntl
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from pannier.client.client import Client
 from pannier.client.config import load_settings
 from pannier.wire.errors import ConfigurationError
 from support.network.several_hosts import listeners
+from support.processes.cli import pannier
 from support.processes.daemons import Daemons
 from support.processes.ranks import start_ranks
 from support.processes.stretch import BOUND_S
@@ -230,3 +233,70 @@ def test_an_embedded_sidecar_uses_the_coordinator_that_is_named(
     assert "sidecar" in sidecar.cmdline()
     assert not (embedded / "coordinator.sock").exists()
     assert torch.equal(load(tmp_path / "step-1", w=torch.ones(10))["w"], torch.ones(10))
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Nobody may have waited for it yet."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+_ONE_SAVE = """
+import os, torch
+from pannier import client
+client.save({"w": torch.ones(1000)}, checkpoint_id=os.environ["ROOT"] + "/step-2")
+"""
+
+
+def test_a_cleaner_of_tmp_leaves_the_runtime_directory_alone(
+    embedded: Path, tmp_path: Path
+) -> None:
+    with Client(load_settings()) as client:
+        client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-1")
+        fd = os.open(embedded, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            # So does systemd-tmpfiles before it removes anything below a directory.
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("removed", ["sockets", "directory"])
+def test_saves_go_on_when_a_cleaner_has_removed_the(
+    removed: str, embedded: Path, tmp_path: Path
+) -> None:
+    with Client(load_settings()) as client:
+        client.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "step-1")
+        before = running(embedded)
+        if removed == "directory":
+            shutil.rmtree(embedded)
+        else:
+            for socket in embedded.glob("*.sock*"):
+                socket.unlink()
+        # Another trainer finds the same daemons again, and starts no others.
+        environment = {
+            "PANNIER_RUNTIME_DIR": str(embedded),
+            "PANNIER_SPOOL": os.environ["PANNIER_SPOOL"],
+            "ROOT": str(tmp_path),
+        }
+        with start_ranks(_ONE_SAVE, 1, environment, torchrun=False) as ranks:
+            ranks.wait(BOUND_S).check()
+        assert running(embedded)[0] == before[0]
+        # The one that was connected saves another structure.
+        client.save({"v": torch.ones(2000)}, checkpoint_id=tmp_path / "step-3")
+    assert load(tmp_path / "step-2", w=torch.ones(1000))
+    assert "step-3" in pannier("status", env=environment).out
+    assert "the daemons have exited" in pannier("down", env=environment).out
+    assert has_ended(before[0])
+
+
+def test_daemons_whose_directory_was_removed_just_now_are_ended_by_down(
+    embedded: Path, tmp_path: Path
+) -> None:
+    with Client(load_settings()) as client:
+        client.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "step-1")
+    (supervisor, *_) = running(embedded)
+    shutil.rmtree(embedded)
+    ended = pannier("down", "--runtime-dir", str(embedded))
+    assert "the daemons have exited" in ended.out, ended
+    assert has_ended(supervisor)

@@ -28,6 +28,7 @@ from pannier.client.embedded import daemon_status, network
 from pannier.client.embedded.daemon_spec import DaemonSpec, host_daemons
 from pannier.client.process_group import process_rank
 from pannier.common import daemon_record, timeouts
+from pannier.common.daemon_process import await_restored
 from pannier.common.daemon_record import DaemonRecord
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, UnavailableError, VersionMismatchError
@@ -85,6 +86,7 @@ def _start_or_replace(settings: Settings, spec: DaemonSpec) -> None:
         ):
             if is_up(spec) and _may_be_replaced(spec) and daemon_status.is_idle(spec):
                 _end(settings, spec)
+            await_restored(directory, lambda: is_up(spec))
             if not is_up(spec):
                 _start(settings, spec)
                 if spec.on_start is not None:

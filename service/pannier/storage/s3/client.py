@@ -23,6 +23,7 @@ from botocore.utils import get_environ_proxies
 from s3fs import S3FileSystem
 
 from pannier.common import timeouts
+from pannier.common.cloud import may_be_late
 from pannier.common.deadline import within
 from pannier.storage.base import DeniedError, NotFoundError, StorageError, notify_retry
 from pannier.storage.connections import SharedConnection, check_names
@@ -95,6 +96,10 @@ class ChecksumRefusedError(StorageError):
 
 class CredentialsError(DeniedError):
     """The session token has expired, or no credentials were found; another look may find new ones."""
+
+
+class NoneFoundError(CredentialsError):
+    """No credentials were found."""
 
 
 class BeyondEndError(StorageError):
@@ -172,7 +177,12 @@ class S3Connection:
         except CredentialsError as error:
             notify_retry(f"{error}; looking for other credentials")
             await self._renew(refused)
-            return await self._call(operation, what, size, arguments)
+            try:
+                return await self._call(operation, what, size, arguments)
+            except NoneFoundError as still:
+                if not may_be_late(os.environ):
+                    raise
+                raise TransientError(str(still), answered=False) from still
 
     async def _renew(self, refused: Any) -> None:
         """Looks credentials up again, unless another call has. Raises DeniedError, TransientError."""
@@ -199,7 +209,7 @@ class S3Connection:
             raise _error(error, what) from error
         except boto.NoCredentialsError as error:
             # Also when the machine's metadata server did not answer in time.
-            raise CredentialsError(f"{what}: {error}; {_CREDENTIALS_HINT}") from error
+            raise NoneFoundError(f"{what}: {error}; {_CREDENTIALS_HINT}") from error
         except (boto.PartialCredentialsError, boto.TokenRetrievalError) as error:
             raise DeniedError(f"{what}: {error}; {_CREDENTIALS_HINT}") from error
         except boto.CredentialRetrievalError as error:
