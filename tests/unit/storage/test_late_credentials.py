@@ -12,7 +12,9 @@ from support.processes.stretch import BOUND_S
 LATE = {
     "a trainer": """
 from pannier.client.loading.filesystem import open_dir
-print(open_dir("gs://bucket/root")._fs.credentials.credentials.token)
+found = open_dir("gs://bucket/root", OPTIONS)._fs.credentials
+found.maybe_refresh()
+print(found.credentials.token)
 """,
     "a daemon": """
 import asyncio, time
@@ -20,9 +22,11 @@ from pannier.storage.gcs.http import shared_connection
 from pannier.storage.upload_threads import UploadThreads
 
 async def main():
-    connection = shared_connection({}, UploadThreads(1))
+    connection = shared_connection(OPTIONS, UploadThreads())
     opened = await connection.get(time.monotonic() + 20)
-    print(opened._fs.credentials.credentials.token)
+    found = opened._fs.credentials
+    found.maybe_refresh()
+    print(found.credentials.token)
     await connection.release()
 
 asyncio.run(main())
@@ -31,10 +35,20 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("who", LATE)
-def test_credentials_of_a_late_metadata_server_are_waited_for_by(who: str) -> None:
-    with late_metadata_server(refused=12) as environment:
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"token": "google_default"}, 3),
+        # Longer than google-auth tries by itself: then gcsfs goes on as an anonymous user.
+        pytest.param({}, 6, marks=pytest.mark.slow),
+    ],
+)
+def test_credentials_of_a_late_metadata_server_are_waited_for_by(
+    who: str, options: dict[str, str], refused: int
+) -> None:
+    with late_metadata_server(refused) as environment:
         done = subprocess.run(
-            [sys.executable, "-c", LATE[who]],
+            [sys.executable, "-c", f"OPTIONS = {options!r}\n{LATE[who]}"],
             env=clean_environment(environment),
             capture_output=True,
             text=True,

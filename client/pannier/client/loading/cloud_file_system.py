@@ -49,6 +49,8 @@ def open_file_system(kind: Any, options: Mapping[str, Any], scheme: str) -> Any:
 
 
 def _is_given(options: Mapping[str, Any]) -> bool:
+    if options.get("token") in ("google_default", "cloud"):
+        return False
     return any(options.get(name) for name in ("token", "key", "secret", "anon"))
 
 
