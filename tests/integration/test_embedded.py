@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from pannier.client.client import Client
 from pannier.client.config import load_settings
-from pannier.wire.errors import ConfigurationError
+from pannier.wire.errors import ConfigurationError, UnavailableError
 from support.network.several_hosts import listeners
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons
@@ -198,8 +198,11 @@ def test_ranks_of_one_host_open_no_port_whatever_the_launcher_says(
     assert torch.equal(load(tmp_path / "step-1", w=torch.ones(10))["w"], torch.ones(10))
 
 
-def test_a_trainer_with_another_endpoint_is_refused_and_one_with_new_credentials_is_not(
-    embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_trainer_with_another_endpoint_is_refused_and_one_with_new_credentials_gets_new_daemons(
+    embedded: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     state = {"w": torch.ones(10)}
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
@@ -218,8 +221,16 @@ def test_a_trainer_with_another_endpoint_is_refused_and_one_with_new_credentials
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "rotated")
     with Client(load_settings()) as client:
+        # Idle daemons would go on with what may have expired.
         client.save(state, checkpoint_id=tmp_path / "step-2")
-    assert running(embedded) == before
+        new = running(embedded)
+        assert not set(new) & set(before)
+
+        monkeypatch.setenv("AWS_SESSION_TOKEN", "rotated again")
+        with Client(load_settings()) as other:
+            other.save(state, checkpoint_id=tmp_path / "step-3")
+        assert "other credentials" in caplog.text
+        assert running(embedded) == new
 
 
 def test_an_embedded_sidecar_uses_the_coordinator_that_is_named(
@@ -300,3 +311,14 @@ def test_daemons_whose_directory_was_removed_just_now_are_ended_by_down(
     ended = pannier("down", "--runtime-dir", str(embedded))
     assert "the daemons have exited" in ended.out, ended
     assert has_ended(supervisor)
+
+
+def test_a_coordinator_that_refuses_its_configuration_is_told_at_once(
+    embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PANNIER_KEEP_NEWEST", "many")
+    with (
+        Client(load_settings()) as client,
+        pytest.raises(UnavailableError, match=r"(?s)exited while starting.*PANNIER_KEEP_NEWEST"),
+    ):
+        client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-1")

@@ -523,6 +523,15 @@ def test_credentials_that_are_not_there_yet_are_looked_for_again(
     run(server, body, key=None, secret=None)
 
 
+def test_a_store_without_conditional_writes_is_named_with_what_it_lacks(faulty: S3Server) -> None:
+    async def body(store: S3Store) -> None:
+        faulty.fault(kind="status", status=501, code="NotImplemented", method="PUT")
+        with pytest.raises(StorageError, match=r"501 NotImplemented.*conditional writes.*crc32c"):
+            await store.create("a", b"1")
+
+    run(faulty, body)
+
+
 def test_a_pods_credentials_that_are_not_there_yet_are_waited_for(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
