@@ -247,7 +247,7 @@ def test_an_embedded_sidecar_uses_the_coordinator_that_is_named(
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Nobody may have waited for it yet."""
+    """Perhaps as a zombie."""
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
@@ -313,7 +313,7 @@ def test_daemons_whose_directory_was_removed_just_now_are_ended_by_down(
     assert has_ended(supervisor)
 
 
-def test_a_coordinator_that_refuses_its_configuration_is_told_at_once(
+def test_a_coordinator_that_refuses_its_configuration_is_an_error_at_once(
     embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PANNIER_KEEP_NEWEST", "many")

@@ -14,11 +14,11 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pannier.common.variables import misspelt
 from pannier.wire import addresses, limits, object_names
 from pannier.wire.auth_token import VARIABLE, TokenFile
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.tls import VARIABLES, Tls, is_unix, tls_of
+from pannier.wire.variables import misspelt
 
 _log = logging.getLogger(__name__)
 

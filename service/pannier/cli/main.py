@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 import click
 
 from pannier.cli.errors import EXIT_STATUSES, OK, report_errors
-from pannier.common.variables import misspelt
+from pannier.wire.variables import misspelt
 from pannier.wire.version import package_version
 
 _DAEMONS: Final = ("sidecar", "coordinator", "up")

@@ -6,7 +6,7 @@ import pytest
 
 from pannier.cli.main import _SUMMARIES
 from pannier.client.config import Settings
-from pannier.common import variables
+from pannier.wire import variables
 
 
 def test_all_variables_of_the_client_and_of_all_commands_are_known() -> None:
