@@ -361,6 +361,7 @@ class Sidecar:
                 ("grpc.max_concurrent_streams", _CALLS_PER_CONNECTION),
             ],
             interceptors=[
+                ErrorInterceptor(),
                 *authenticating,
                 AdmissionInterceptor(
                     {
@@ -370,7 +371,6 @@ class Sidecar:
                         **doctor_checks.LIMITS,
                     }
                 ),
-                ErrorInterceptor(),
             ],
         )
         self._add_services(server)

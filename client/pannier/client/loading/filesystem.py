@@ -21,6 +21,7 @@ from typing import Any, Final
 import fsspec
 
 from pannier.client.interrupts import shielded
+from pannier.client.loading.cloud_file_system import open_file_system
 from pannier.client.messages.place_line import log_resolved
 from pannier.common import timeouts
 from pannier.common.locations import absolute
@@ -288,7 +289,9 @@ def open_dir(
         if scheme not in _LOCAL:
             # The listings cache never expires.
             options.setdefault("use_listings_cache", False)
-        return StorageDir(url, kind(**options), str(kind._strip_protocol(url)))
+        return StorageDir(
+            url, open_file_system(kind, options, scheme), str(kind._strip_protocol(url))
+        )
     except ImportError as error:
         if scheme not in _PACKAGES:
             # fsspec's text names the package.
