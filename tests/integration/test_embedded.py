@@ -125,8 +125,10 @@ def test_daemons_do_not_share_the_core_and_memory_that_their_rank_is_bound_to(
     """As ``torchrun --numa-binding`` and ``srun --cpu-bind`` bind the rank that starts them."""
     cores = os.sched_getaffinity(0)
     environment = {
-        **{"PANNIER_RUNTIME_DIR": str(embedded), "PANNIER_SPOOL": os.environ["PANNIER_SPOOL"]},
-        **{"ROOT": str(tmp_path), "CORE": str(min(cores))},
+        "PANNIER_RUNTIME_DIR": str(embedded),
+        "PANNIER_SPOOL": os.environ["PANNIER_SPOOL"],
+        "ROOT": str(tmp_path),
+        "CORE": str(min(cores)),
     }
     script = f"import os\nos.sched_setaffinity(0, {{{min(cores)}}})\n{_BOUND}"
     with start_ranks(script, 1, environment) as ranks:

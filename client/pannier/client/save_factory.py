@@ -234,7 +234,13 @@ class SaveFactory:
 
             unconfirmed = None if plan.is_confirmed else plan.part
             task.planned(plan.attempt, plan.plan_id, unconfirmed, drop_part)
-            arena = aside(lambda: slot.hold(sidecar.arena(self.slots.pool, plan.sizes)))
+            wait.reason = lambda: f"room for staging, which earlier saves hold: {self.saves}"
+            arena = self.slots.stage(
+                slot,
+                lambda: sidecar.arena(self.slots.pool, plan.sizes),
+                on_busy,
+                deadline.remaining(),
+            )
             wait.end()
             staged = plan.stage(arena, devices)
             rest = staged.deferred

@@ -42,6 +42,10 @@ class Backlog:
     """Most that the spool can hold."""
     free_bytes: int = 0
     """Bytes of the capacity that are free for saves."""
+    memory_limit: int = 0
+    """Of the sidecar's control group, which pays for a spool in memory; 0: none, or the spool is on a disk."""
+    memory_used: int = 0
+    """In use there."""
     refusals: int = 0
     """Requests for room in the spool that were refused since the start, which clients repeat."""
     local_copies: Sequence[status_pb2.LocalCopy] = ()
@@ -146,6 +150,8 @@ def describe_daemon(daemon_info: DaemonInfo) -> status_pb2.ListSavesResponse:
         evicted_copies=backlog.evicted_copies,
         upload_limit=backlog.upload_limit,
         upload_limited=backlog.upload_limited,
+        memory_limit=backlog.memory_limit,
+        memory_used=backlog.memory_used,
     )
 
 
