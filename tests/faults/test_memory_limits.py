@@ -108,6 +108,8 @@ def test_a_sidecar_with_less_memory_than_its_spool_may_have_keeps_the_spool_to_t
             for handle in handles:
                 handle.result(BOUND_S)
         assert container.kills == 0
+        # The trainer is in another group.
+        assert container.peak > 80 * MIB
         status = listed(daemons.sidecar_address)
         assert status.memory_limit == 256 * MIB
         assert status.spool_capacity_bytes < 256 * MIB

@@ -234,7 +234,7 @@ class SaveFactory:
 
             unconfirmed = None if plan.is_confirmed else plan.part
             task.planned(plan.attempt, plan.plan_id, unconfirmed, drop_part)
-            wait.reason = lambda: f"room for staging, which earlier saves hold: {self.saves}"
+            wait.reason = lambda: f"memory for staging; saves in progress: {self.saves}"
             arena = self.slots.stage(
                 slot,
                 lambda: sidecar.arena(self.slots.pool, plan.sizes),

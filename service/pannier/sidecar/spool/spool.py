@@ -24,6 +24,7 @@ from pannier.common.cgroup import MemoryLimit, memory_limit
 from pannier.common.units import size_text
 from pannier.daemon.listeners import make_private_directory
 from pannier.sidecar.spool.huge_pages import collapse, is_tmpfs
+from pannier.sidecar.spool.lock_holder import lock_holder
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
 from pannier.wire.file_layout import STAMP_BYTES
 
@@ -31,7 +32,6 @@ _log = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"\d{8,}\.data")
 """Names of spool files; no other file of the directory is touched."""
-_LOCKS: Final = Path("/proc/locks")
 _PAGE: Final = 4096
 _SMALL: Final = 1 << 20
 """Spool files up to this size fit any small data file."""
@@ -142,11 +142,9 @@ class Spool:
     @property
     def too_large(self) -> str:
         """What to change where this process's memory can't hold as much as the spool may have; "": it can."""
-        space, limit = os.fstatvfs(self._directory_fd), self.limit()
-        with self._lock:
-            size = min(filter(None, [self._total(space), self.budget]), default=0)
-            fits, _ = self._capacity(space, limit)
-        if limit is None or not size > fits:
+        limit, fits = self.usage.limit, self.usage.capacity
+        size, _ = self._capacity(os.fstatvfs(self._directory_fd), None)
+        if limit is None or size <= fits:
             return ""
         return (
             f"the spool {self.directory} may have {size_text(size)}, but {limit}: it is kept to "
@@ -405,7 +403,7 @@ class Spool:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise SpoolInUseError(
-                    f"another sidecar works on the spool {self.directory}{_lock_holder(fd)}; end it (embedded "
+                    f"another sidecar works on the spool {self.directory}{lock_holder(fd)}; end it (embedded "
                     "daemons: `pannier down --runtime-dir DIRECTORY`), or give each its own --spool "
                     "(PANNIER_SPOOL)"
                 ) from error
@@ -496,22 +494,3 @@ class Spool:
 
 def _whole_pages(size: int) -> int:
     return max(1, -(-size // _PAGE)) * _PAGE
-
-
-def _lock_holder(fd: int) -> str:
-    """The process that holds the lock on a file, for an error's text; "" where the kernel doesn't show it."""
-    found = os.fstat(fd)
-    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    try:
-        locks = _LOCKS.read_text().splitlines()
-    except OSError:  # not there, or not for this user
-        return ""
-    for line in locks:
-        words = line.split()
-        if words[1] == "FLOCK" and words[5] == device:
-            try:
-                arguments = Path(f"/proc/{words[4]}/cmdline").read_bytes()
-            except OSError:  # of another user or namespace, or it has just exited
-                return f" (process {words[4]})"
-            return f" (process {words[4]}: {arguments.rstrip(bytes(1)).replace(bytes(1), b' ').decode(errors='replace')})"
-    return ""
