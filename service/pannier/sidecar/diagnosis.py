@@ -114,6 +114,9 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
             budget=spool.budget,
             reserved=spool.usage.reserved,
             gone=gone,
+            limit=spool.limit(),
+            # A default spool may usually have more than its container.
+            too_large="" if self._config.spool is None else spool.too_large,
         )
 
     async def _ask_coordinator(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pannier.common.cgroup import MemoryLimit
 from pannier.common.daemon_record import recorded_spool
 from pannier.sidecar.spool import default_spool
 from pannier.sidecar.spool.spool import Spool
@@ -96,17 +97,26 @@ def test_a_start_of_a_job_on_several_hosts_has_its_own(
 
 
 @pytest.mark.parametrize(
-    ("free", "memory_size", "roomy"),
+    ("free", "memory_size", "limit", "roomy"),
     [
-        (1 << 30, 8 << 30, False),  # a container with a small /dev/shm
-        (2 << 30, 8 << 30, True),
-        (3 << 30, 1 << 40, False),
-        (4 << 30, 1 << 40, True),
+        (1 << 30, 8 << 30, None, False),  # a container with a small /dev/shm
+        (2 << 30, 8 << 30, None, True),
+        (3 << 30, 1 << 40, None, False),
+        (4 << 30, 1 << 40, None, True),
+        # One whose memory limit leaves less than its /dev/shm.
+        (2 << 30, 8 << 30, MemoryLimit(1 << 30, 800 << 20, "/"), False),
+        (2 << 30, 8 << 30, MemoryLimit(1 << 30, 600 << 20, "/"), True),
     ],
 )
 def test_memory_is_used_only_with_room_for_a_state_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, memory_size: int, roomy: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    memory_size: int,
+    limit: MemoryLimit | None,
+    roomy: bool,
 ) -> None:
+    monkeypatch.setattr(default_spool, "memory_limit", lambda: limit)
     sizes = {"SC_PHYS_PAGES": memory_size >> 12, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(default_spool, "_MEMORY", tmp_path)
     monkeypatch.setattr(os, "sysconf", sizes.__getitem__)

@@ -282,6 +282,7 @@ class SidecarClient:
 
         Raises:
             UnavailableError: that isn't possible, and ``PANNIER_TRANSPORT=mapped``.
+            BusyError: it would exceed this process's memory limit.
             PannierError: there is no memory for it.
         """
         return aside(lambda: self._mapped.arena(pool, sizes))

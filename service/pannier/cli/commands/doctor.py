@@ -25,6 +25,7 @@ from pannier.cli.status_client import (
     translate_rpc_errors,
 )
 from pannier.common import timeouts
+from pannier.common.cgroup import memory_limit
 from pannier.daemon import doctor_checks
 from pannier.maintenance.restore_check import check_restore
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
@@ -117,6 +118,9 @@ def _here(address: str, *, absent: bool) -> Iterator[diagnosis_pb2.Check]:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     yield doctor_checks.ok("versions", ", ".join(f"{name} {v}" for name, v in found.items()))
+    if (limit := memory_limit()) is not None:
+        # Of a trainer here, and of the daemons that it would start.
+        yield doctor_checks.ok("memory", str(limit))
     if not address.startswith("unix:"):
         yield doctor_checks.ok("address", f"{address}, over TCP")
         return

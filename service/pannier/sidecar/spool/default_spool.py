@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from pannier.common import daemon_record
+from pannier.common.cgroup import memory_limit
 from pannier.sidecar.spool.spool import Spool, SpoolInUseError
 from pannier.wire import addresses
 from pannier.wire.version import WIRE_VERSION
@@ -70,12 +71,15 @@ def default_name() -> str:
 
 
 def _has_room() -> bool:
-    """Whether a state fits twice on tmpfs; a host's memory is in proportion to the states that it trains."""
+    """Whether a state fits twice on tmpfs; memory is in proportion to the states that are trained with it."""
     if not os.access(_MEMORY, os.W_OK):
         return False
     space = os.statvfs(_MEMORY)
+    free = space.f_bavail * space.f_frsize
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return space.f_bavail * space.f_frsize >= min(_ROOM, whole // 4)
+    if (limit := memory_limit()) is not None:
+        free, whole = min(free, limit.free), limit.limit
+    return free >= min(_ROOM, whole // 4)
 
 
 def _is_left(path: Path) -> bool:
