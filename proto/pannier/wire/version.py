@@ -17,19 +17,3 @@ def package_version() -> str:
         return version("pannier")
     except PackageNotFoundError:
         return "0+unknown"
-
-
-def check_wire_version(peer: str, theirs: int, here: str) -> None:
-    """Raises VersionMismatchError unless a peer has this wire version.
-
-    Args:
-        peer, here: both ends, as an error names them.
-    """
-    if theirs != WIRE_VERSION:
-        # It imports gRPC, which `pannier --version` doesn't need.
-        from pannier.wire.errors import VersionMismatchError
-
-        raise VersionMismatchError(
-            f"{peer} speaks wire version {theirs}, {here} (pannier {package_version()}) speaks "
-            f"{WIRE_VERSION}: {ONE_VERSION}"
-        )

@@ -35,8 +35,8 @@ from pannier.wire.errors import (
     OverloadedError,
     SaveAbortedError,
     UnavailableError,
+    check_wire_version,
 )
-from pannier.wire.version import check_wire_version
 
 _log = logging.getLogger(__name__)
 

@@ -130,16 +130,16 @@ class CoordinatorClient:
         self.mark_seen()
 
     def mark_detached(self, refusal: str = "") -> bool:
-        """The stream of reports ended; returns whether that is news: it was open, or this refusal is another.
+        """The stream of reports ended; returns whether it was open, or this refusal is another.
 
         Args:
             refusal: why the coordinator takes no stream of this sidecar; empty: it didn't say so.
         """
-        news = self._detached_since is None or refusal not in ("", self._refusal)
+        changed = self._detached_since is None or refusal not in ("", self._refusal)
         self._refusal = refusal
         if self._detached_since is None:
             self._detached_since = time.monotonic()
-        return news
+        return changed
 
     def mark_seen(self) -> None:
         """The coordinator sent something."""

@@ -98,7 +98,7 @@ def export(
     except ImportError as error:
         raise ConfigurationError(
             f"an export needs safetensors, which can't be imported in {sys.prefix} ({error}): pip install "
-            "'pannier[export]' there"
+            "safetensors there"
         ) from error
     path = local_path(directory)
     reader = StorageReader(checkpoint_id, storage_options=storage_options)

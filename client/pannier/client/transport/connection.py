@@ -24,8 +24,13 @@ from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors, object_names
-from pannier.wire.errors import PannierError, UnavailableError, VersionMismatchError
-from pannier.wire.version import WIRE_VERSION, check_wire_version, package_version
+from pannier.wire.errors import (
+    PannierError,
+    UnavailableError,
+    VersionMismatchError,
+    check_wire_version,
+)
+from pannier.wire.version import WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
 

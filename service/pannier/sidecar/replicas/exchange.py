@@ -15,8 +15,7 @@ from pannier.sidecar.save_registry import SaveRegistry
 from pannier.storage import check_allowed_in_time, check_shared
 from pannier.v1 import coordinator_pb2, restore_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
-from pannier.wire.errors import ConfigurationError
-from pannier.wire.version import check_wire_version
+from pannier.wire.errors import ConfigurationError, check_wire_version
 
 
 class Replicas:

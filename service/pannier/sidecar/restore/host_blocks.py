@@ -30,9 +30,9 @@ from pannier.sidecar.spool.mapped_files import TOKEN_BYTES
 from pannier.storage import Store
 from pannier.v1 import records_pb2, restore_pb2
 from pannier.wire.chunk_codec import BLOCK_BYTES
-from pannier.wire.errors import ConfigurationError, InvalidRequestError
+from pannier.wire.errors import ConfigurationError, InvalidRequestError, check_wire_version
 from pannier.wire.records import parse_blocks
-from pannier.wire.version import WIRE_VERSION, check_wire_version
+from pannier.wire.version import WIRE_VERSION
 
 MOST_LOADS: Final = 1024
 """Loads that are known at a time; the oldest is forgotten first."""

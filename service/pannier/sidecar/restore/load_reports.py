@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pannier.common import timeouts
 from pannier.daemon.loads.load_registry import LoadRegistry
 from pannier.v1 import load_status_pb2
-from pannier.wire.errors import InvalidRequestError
-from pannier.wire.version import check_wire_version
+from pannier.wire.errors import InvalidRequestError, check_wire_version
 
 
 @dataclass

@@ -22,9 +22,9 @@ from pannier.sidecar.save_state import Phase, RankSave, Save
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import limits
 from pannier.wire.chunk_codec import MAX_MESSAGE_BYTES
-from pannier.wire.errors import InvalidRequestError, OverloadedError
+from pannier.wire.errors import InvalidRequestError, OverloadedError, check_wire_version
 from pannier.wire.object_names import check_incarnation, check_job, save_text
-from pannier.wire.version import WIRE_VERSION, check_wire_version, package_version
+from pannier.wire.version import WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
 

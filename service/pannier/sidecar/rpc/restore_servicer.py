@@ -13,7 +13,8 @@ from pannier.sidecar.restore.local_copies import LocalCopies
 from pannier.sidecar.rpc.fetch_stream import FetchStream, first_message
 from pannier.v1 import load_status_pb2, restore_pb2, restore_pb2_grpc
 from pannier.wire import limits
-from pannier.wire.version import WIRE_VERSION, check_wire_version
+from pannier.wire.errors import check_wire_version
+from pannier.wire.version import WIRE_VERSION
 
 NAME: Final = "pannier.v1.Restore"
 LIMITS: Final = {
