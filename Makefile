@@ -28,7 +28,7 @@ generate = cd proto && ../$(STUBS_VENV)/bin/python -m grpc_tools.protoc -I. \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-store pytest lint format stubs check-stubs check-words docs demo-xla test-xla test-torch test-frameworks chaos bench pictures tools images lock clean distclean
+.PHONY: help demo test test-all test-store pytest lint format stubs check-stubs check-words docs demo-xla test-xla test-torch test-frameworks test-cluster chaos bench pictures tools images lock clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ test-torch: $(TORCH_VENV)/.installed  ## The client's tests with another torch, 
 test-frameworks: $(FRAMEWORKS_INSTALLED)  ## The adapters with the frameworks that they are for: torchtitan, Lightning, ...; takes 3 GB
 	$(FRAMEWORKS_BIN)/python -m pytest -o cache_dir=.pytest_cache/frameworks --numprocesses $(FRAMEWORKS_WORKERS) --dist loadfile \
 		--no-loadscope-reorder $(or $(ARGS),tests/frameworks)
+
+test-cluster:  ## What deploy/README.md promises, on the cluster of KUBECONFIG: ROOT=gs://... SIDECAR=IMAGE COORDINATOR=IMAGE
+	@tests/cluster/run.sh
 
 lint: $(INSTALLED) check-stubs check-words  ## Style, types, import layers, protos, freshness of the stubs, words
 	$(BIN)/ruff check

@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from pannier.sidecar.multi_job.job_config import KNOWN, JobDirectory
+from pannier.v1 import status_pb2
 from pannier.wire.auth_token import TokenFile
 from support.kubernetes.manifests import (
     DEPLOY,
@@ -35,7 +36,7 @@ def lines() -> list[tuple[str, str]]:
 def test_a_command_is_run_here_or_says_what_it_needs() -> None:
     here = ("cp", "sed", "kubectl kustomize", "umask", "printf", "python3 -m pip wheel")
     known = {"": here, "engine": ("docker",)}
-    known["cluster"] = ("kubectl", "gcloud")
+    known["cluster"] = ("kubectl", "gcloud", "grpcurl", "make test-cluster", "for each in tls.crt")
     known["slurm"] = ("sbatch", "srun")
     found = lines()
     assert len(found) > 10
@@ -109,6 +110,26 @@ def test_the_account_that_the_bucket_is_opened_for_is_the_daemons() -> None:
         assert pod["spec"]["serviceAccountName"] == account
     assert namespace == NAMESPACE
     assert set(re.findall(r"kubectl -n (\S+)", README)) == {NAMESPACE, NODE_NAMESPACE}
+
+
+def test_what_it_says_of_grpcurl_is_what_the_test_of_a_cluster_does() -> None:
+    (called,) = (command for _, command in lines() if command.startswith("grpcurl"))
+    assert (
+        called.rpartition("/")[2]
+        in status_pb2.DESCRIPTOR.services_by_name["Status"].methods_by_name
+    )
+    (secret,) = (command for _, command in lines() if command.startswith("for each"))
+    script = (REPOSITORY / "tests/cluster/run.sh").read_text()
+    words = " ".join(script.replace('"$work/', "").replace('"', "").split())
+    for flags in (
+        "-cert tls.crt -key tls.key -cacert ca.crt -authority pannier-coordinator",
+        called.rpartition(" ")[2],
+    ):
+        assert flags in called
+        assert flags in words
+    template = 'go-template={{index .data \\"$each\\" | base64decode}}'
+    assert template in secret
+    assert template in script
 
 
 def test_what_it_names_is_there() -> None:

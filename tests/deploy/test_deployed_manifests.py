@@ -28,6 +28,7 @@ from support.kubernetes.manifests import (
     named,
     namespace,
     of_kind,
+    overlaid,
     pod_templates,
     quantity,
     settings,
@@ -283,6 +284,20 @@ def test_one_coordinator_that_may_be_evicted(objects: list[Object]) -> None:
     )
 
 
+@with_daemons
+def test_a_coordinator_leaves_a_lost_node_long_before_kubernetes_default(
+    objects: list[Object],
+) -> None:
+    """Saves wait for it meanwhile; the default is 300 s."""
+    spec = pod_templates(objects)["Deployment/pannier-coordinator"]["spec"]
+    assert {
+        (each["key"], each["effect"]): each["tolerationSeconds"] for each in spec["tolerations"]
+    } == {
+        ("node.kubernetes.io/not-ready", "NoExecute"): 30,
+        ("node.kubernetes.io/unreachable", "NoExecute"): 30,
+    }
+
+
 def test_pods_are_confined(objects: list[Object]) -> None:
     for where, template in pod_templates(objects).items():
         pod = template["spec"]["securityContext"]
@@ -392,24 +407,6 @@ def test_components_go_together(workload: str, place: str, tmp_path: Path) -> No
         if "sidecar" in place:
             medium = volumes["pannier-spool"]["emptyDir"].get("medium") or "disk"
             assert medium == ("disk" if "spool" in place else "Memory")
-
-
-def overlaid(tmp_path: Path, overlay: str, *components: str, **fields: object) -> list[Object]:
-    """Objects of a copy of an overlay that has further components, after its own, and fields."""
-    if not (tmp_path / "deploy").exists():
-        shutil.copytree(DEPLOY, tmp_path / "deploy")
-    folder = (
-        tmp_path / "deploy/overlays" / f"own-{len(list(tmp_path.glob('deploy/overlays/own-*')))}"
-    )
-    shutil.copytree(DEPLOY / "overlays" / overlay, folder)
-    path = folder / "kustomization.yaml"
-    kustomization = {**yaml.safe_load(path.read_text()), **fields}
-    kustomization["components"] += [f"../../components/{name}" for name in components]
-    path.write_text(yaml.safe_dump(kustomization))
-    if "namePrefix" in fields:
-        text = (folder / "settings.env").read_text()
-        (folder / "settings.env").write_text(text.replace("=llama", f"={fields['namePrefix']}job"))
-    return built(folder)
 
 
 @with_trainers

@@ -170,6 +170,8 @@ def test_a_foreign_pod_with_the_parts_of_the_page_has_a_sidecar(tmp_path: Path) 
     assert theirs["PANNIER_ALLOW"] == "gs://my-bucket/my-job"
     # What the sidecar calls, and who lets it in.
     named(objects, "Service", theirs["PANNIER_COORDINATOR"].partition(":")[0])
-    policy = named(objects, "NetworkPolicy", "pannier-trainer")["spec"]
     labels = pod["metadata"]["labels"].items()
-    assert policy["podSelector"]["matchLabels"].items() <= labels
+    for name in ("pannier-coordinator", "pannier-trainer"):
+        (entry,) = named(objects, "NetworkPolicy", name)["spec"]["ingress"]
+        (peer,) = entry["from"]
+        assert peer["podSelector"]["matchLabels"].items() <= labels, name

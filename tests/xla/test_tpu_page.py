@@ -2,6 +2,7 @@
 
 import re
 import signal
+import textwrap
 from pathlib import Path
 
 from support.network.status_pages import until
@@ -58,10 +59,16 @@ def test_training_is_preempted_and_goes_on(tmp_path: Path, embedded: Path) -> No
     )
     (keep,) = re.findall(r"max_to_keep.*`(PANNIER_JOB=\S+ PANNIER_KEEP_NEWEST=3)`", PAGE)
     settings = dict(each.split("=") for each in keep.split())
-    with xla.start_program(f"import time\n{slowed}\n{TELL}", 4, settings) as program:
+    leaving = "        raise SystemExit(143)"
+    assert leaving in slowed
+    slowed = slowed.replace(leaving, textwrap.indent(TELL, "        ") + leaving)
+    with xla.start_program(f"import time\n{slowed}", 4, settings) as program:
         program.wait_for("step 3\n")
         program.processes[0].signal(signal.SIGTERM)
-        before = program.wait(120).check().outputs[0]
+        finished = program.wait(120)
+    # What started it is to start it again.
+    assert finished.returncodes == [143], finished.outputs
+    before = finished.outputs[0]
     (preempted,) = root.glob("step-*/.metadata")
     step = int(preempted.parent.name.removeprefix("step-"))
     assert step < 10
@@ -90,7 +97,8 @@ def test_a_notice_to_one_host_stops_all_at_the_same_step(tmp_path: Path, daemons
     with xla.start_program(f"import time\n{script}", 4, daemons.env(), processes=2) as program:
         program.wait_for("step 3\n")
         program.processes[1].signal(signal.SIGTERM)
-        program.wait(120).check()
+        finished = program.wait(120)
+        assert finished.returncodes == [143, 143], finished.outputs
         steps = [re.findall(r"^step \d+$", program.output(rank), re.MULTILINE) for rank in range(2)]
         last = [each[-1] for each in steps]
     assert last[0] == last[1]

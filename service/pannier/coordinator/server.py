@@ -35,7 +35,12 @@ from pannier.daemon import doctor_checks
 from pannier.daemon.health_server import serve_health
 from pannier.daemon.http_server import serve_http
 from pannier.daemon.interceptors import ErrorInterceptor
-from pannier.daemon.listeners import bind_listeners, raise_descriptor_limit, server_options
+from pannier.daemon.listeners import (
+    bind_listeners,
+    keep_grpc_thread,
+    raise_descriptor_limit,
+    server_options,
+)
 from pannier.daemon.loads.load_metrics import load_families, observe_seconds
 from pannier.daemon.loads.load_registry import LoadRegistry
 from pannier.daemon.logging import set_up_logging
@@ -90,6 +95,7 @@ def run(config: CoordinatorConfig) -> int:
 
 
 async def _run(config: CoordinatorConfig) -> None:
+    keep_grpc_thread()
     async with StopSignals() as stop, serving(config, leave=stop.request) as coordinator:
         await stop.wait()
         _log.info("stopping")

@@ -48,6 +48,16 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def keep_grpc_thread() -> None:
+    """Keeps gRPC's thread for asyncio until the process ends; for the event loop's thread.
+
+    Otherwise whatever frees the last server or channel ends the thread and waits for that, also the garbage
+    collector: with Python 3.13.0 both waited for ever, and a daemon frees its server as it ends.
+    https://github.com/grpc/grpc/blob/v1.76.0/src/python/grpcio/grpc/_cython/_cygrpc/aio/grpc_aio.pyx.pxi
+    """
+    grpc.aio.init_grpc_aio()
+
+
 def server_options() -> ChannelOptions:
     """gRPC options of a daemon's server."""
     return [

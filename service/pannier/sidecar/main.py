@@ -5,7 +5,7 @@ import logging
 import os
 
 from pannier.common import tracing
-from pannier.daemon.listeners import raise_descriptor_limit
+from pannier.daemon.listeners import keep_grpc_thread, raise_descriptor_limit
 from pannier.daemon.logging import set_up_logging
 from pannier.daemon.malloc import keep_freed_memory
 from pannier.daemon.signals import StopSignals
@@ -44,6 +44,7 @@ def _serve(config: SidecarConfig, job: JobConfig | None) -> int:
 
 
 async def _run(config: SidecarConfig, job: JobConfig | None) -> int:
+    keep_grpc_thread()
     async with StopSignals() as stop, Sidecar(config, job=job) as sidecar:
         if sidecar.auth is not None:
             asyncio.get_running_loop().add_signal_handler(LEAVE, sidecar.auth.leave)

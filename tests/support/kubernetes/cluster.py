@@ -1,6 +1,7 @@
 """The pods of an overlay of deploy/, changed as a user would, on hosts that are network namespaces."""
 
 import json
+import platform
 import re
 import secrets
 import shutil
@@ -132,6 +133,8 @@ class Cluster:
             }
         self._network = network
         self._stack = stack
+        self.names: dict[str, str] = {}
+        """Besides the coordinator's Service: names that pods know, with addresses."""
         self.coordinator = self.pod("Deployment/pannier-coordinator", "coordinator")
 
     def built(
@@ -149,17 +152,17 @@ class Cluster:
             file.write(patches)
         return built(path.parent)
 
-    def pod(self, made_by: str, host: str) -> Pod:
-        """The pod that this object makes, on a host."""
-        called = made_by.rpartition("/")[2]
+    def pod(self, made_by: str, host: str, called: str = "", index: int = 0) -> Pod:
+        """The pod that this object makes, on a host; where it makes several, the one of this index."""
         return self.pod_of(
             self.objects,
             made_by,
             host,
-            called=called,
+            called=called or made_by.rpartition("/")[2],
             secrets=self._secrets,
             go=self.go,
             root="gs://bucket/run",
+            index=index,
         )
 
     def pod_of(
@@ -172,6 +175,7 @@ class Cluster:
         secrets: Mapping[str, Mapping[str, Path]],
         go: Path,
         root: str,
+        index: int = 0,
     ) -> Pod:
         """The same with other objects, name, secrets, orders and places of checkpoints."""
         pod = Pod(
@@ -183,12 +187,17 @@ class Cluster:
             address=self._network.address(host),
             secrets=secrets,
             host=self.directory / "node",
-            hosts={"pannier-coordinator": self._network.address("coordinator")},
+            hosts={
+                "pannier-coordinator": self._network.address("coordinator"),
+                # The kubelet writes a pod's own name, which here is the machine's.
+                platform.node(): self._network.address(host),
+                **self.names,
+            },
             downward={
-                "spec.nodeName": "node-0",
+                "spec.nodeName": f"node-{index}",
                 "status.podIP": self._network.address(host),
-                "metadata.annotations['batch.kubernetes.io/job-completion-index']": "0",
-                "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": "0",
+                "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
+                "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": str(index),
             },
             more_mounts=[(str(go), "/go", False)],
             images=self._images,

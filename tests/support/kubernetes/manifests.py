@@ -48,6 +48,42 @@ def built(folder: Path) -> list[Object]:
     return [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
 
 
+def overlaid(
+    directory: Path,
+    overlay: str,
+    *components: str,
+    first: Sequence[str] = (),
+    chosen: Mapping[str, str] = {},
+    **fields: object,
+) -> list[Object]:
+    """Objects of a copy of an overlay that has further components, and other settings and fields.
+
+    Args:
+        components: after the overlay's own; first: before them.
+        chosen: lines of settings.env.
+    """
+    if not (directory / "deploy").exists():
+        shutil.copytree(DEPLOY, directory / "deploy")
+    number = len(list(directory.glob("deploy/overlays/own-*")))
+    folder = directory / "deploy/overlays" / f"own-{number}"
+    shutil.copytree(DEPLOY / "overlays" / overlay, folder)
+    path = folder / "kustomization.yaml"
+    kustomization = {**yaml.safe_load(path.read_text()), **fields}
+    kustomization["components"] = [
+        *(f"../../components/{name}" for name in first),
+        *kustomization["components"],
+        *(f"../../components/{name}" for name in components),
+    ]
+    path.write_text(yaml.safe_dump(kustomization))
+    text = (folder / "settings.env").read_text()
+    if "namePrefix" in fields:
+        text = text.replace("=llama", f"={fields['namePrefix']}job")
+    for name, value in chosen.items():
+        text = re.sub(rf"(?m)^{name}=.*$", f"{name}={value}", text)
+    (folder / "settings.env").write_text(text)
+    return built(folder)
+
+
 def named(objects: Sequence[Object], kind: str, name: str) -> Object:
     (found,) = (o for o in objects if o["kind"] == kind and o["metadata"]["name"] == name)
     return found
@@ -80,6 +116,16 @@ def pod_templates(objects: Sequence[Object]) -> dict[str, Object]:
         for each in objects
         for template in _templates(each)
     }
+
+
+def admits(peer: Object, labels: Mapping[str, str]) -> bool:
+    """Whether a NetworkPolicy's ``podSelector`` is that of a pod with these labels."""
+    wanted = peer.get("matchLabels", {})
+    for each in peer.get("matchExpressions", []):
+        assert each["operator"] == "In", each
+        if labels.get(each["key"]) not in each["values"]:
+            return False
+    return bool(wanted.items() <= labels.items())
 
 
 def containers(template: Object) -> Iterator[Object]:

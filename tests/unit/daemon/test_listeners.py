@@ -18,6 +18,23 @@ from support.network.other_user import OTHER_UID, may_connect, needs_root
 from support.processes.ranks import free_port
 from support.processes.stretch import BOUND_S
 
+FREED = """
+import asyncio, gc, threading
+import grpc
+from pannier.daemon.listeners import keep_grpc_thread
+
+async def serve():
+    keep_grpc_thread()
+    server = grpc.aio.server()
+    server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await server.stop(None)
+
+asyncio.run(serve())
+gc.collect()
+print(threading.active_count())
+"""
+
 
 @contextmanager
 def serving(sockets: Path, allow_uid: Collection[int] = ()) -> Iterator[Path]:
@@ -161,3 +178,11 @@ def test_a_port_in_use_is_an_error_that_names_its_setting(setting: str) -> None:
             pass
     finally:
         first.stop(None).wait()
+
+
+def test_the_end_of_the_last_server_ends_no_thread_that_the_collector_then_waits_for() -> None:
+    """With Python 3.13.0 a process that ended its last server so could stand still for ever."""
+    found = subprocess.run(
+        [sys.executable, "-c", FREED], timeout=BOUND_S, check=True, capture_output=True, text=True
+    )
+    assert found.stdout == "2\n"
