@@ -84,6 +84,23 @@ def test_what_a_sidecar_of_another_version_left_is_taken_over(
     assert start("b").directory == memory / NAME
 
 
+def test_a_sidecar_with_an_empty_spool_takes_over_what_another_version_left(
+    start: Start, memory: Path
+) -> None:
+    """As after a rollback and a second upgrade: the usual directory of this version is there."""
+    mine = start("a")
+    mine.close(None)
+    other = memory / f"pannier-{os.getuid()}-v{WIRE_VERSION - 1}"
+    other.mkdir(mode=0o700)
+    (other / "00000001.data").write_bytes(b"x")
+    taken = start("a")
+    assert taken.directory == other
+    taken.close(None)
+    (mine.directory / "00000001.data").write_bytes(b"x")
+    (other / "00000001.data").unlink(missing_ok=True)
+    assert start("c").directory == mine.directory
+
+
 def test_a_spool_that_only_a_newer_version_reads_stays_and_is_named(
     start: Start, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -56,16 +56,18 @@ def open_default(directory: Path, budget: int | None) -> Spool:
 
 def _candidates(directory: Path) -> Iterator[Path]:
     recorded = daemon_record.recorded_spool(directory)
+    of_a_job = addresses.is_job_dir(directory)
+    if not of_a_job and (recorded is None or not _is_left(recorded)):
+        yield from _left_by_other_versions()
     if recorded is not None and recorded.is_dir():
         yield recorded
     roomy = _has_room()
-    if addresses.is_job_dir(directory):
+    if of_a_job:
         # Left ones are found by their directory's record, also by other jobs' starts.
         if roomy:
             yield _MEMORY / f"{default_name()}-{directory.name}"
         yield directory / "spool"
         return
-    yield from _left_by_other_versions()
     for number in range(1, _MOST + 1):
         path = _MEMORY / f"{default_name()}{'' if number == 1 else f'-{number}'}"
         # One that a killed sidecar left is taken over also if it is what fills the memory.
