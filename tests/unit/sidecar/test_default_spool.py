@@ -11,6 +11,7 @@ import pytest
 from pannier.common.cgroup import MemoryLimit
 from pannier.common.daemon_record import recorded_spool
 from pannier.sidecar.spool import default_spool
+from pannier.sidecar.spool.journal import FORMAT, header
 from pannier.sidecar.spool.spool import Spool
 from pannier.wire.version import WIRE_VERSION
 
@@ -70,6 +71,47 @@ def test_what_a_killed_sidecar_left_is_found_without_its_runtime_directory(
     left.close(None)
     monkeypatch.setattr(default_spool, "_has_room", lambda: False)
     assert start("a new one").directory == left.directory
+
+
+def test_what_a_sidecar_of_another_version_left_is_taken_over(
+    start: Start, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a host's memory, and holds the newest save: without a sidecar on it, both are lost without a word."""
+    other = f"pannier-{os.getuid()}-v{WIRE_VERSION - 1}"
+    for name in (other, f"{other}-job-x"):
+        (memory / name).mkdir(mode=0o700)
+        (memory / name / "00000001.data").write_bytes(b"x")
+    assert start("a").directory == memory / other
+    assert start("b").directory == memory / NAME
+
+
+def test_a_sidecar_with_an_empty_spool_takes_over_what_another_version_left(
+    start: Start, memory: Path
+) -> None:
+    """As after a rollback and a second upgrade: the usual directory of this version is there."""
+    mine = start("a")
+    mine.close(None)
+    other = memory / f"pannier-{os.getuid()}-v{WIRE_VERSION - 1}"
+    other.mkdir(mode=0o700)
+    (other / "00000001.data").write_bytes(b"x")
+    taken = start("a")
+    assert taken.directory == other
+    taken.close(None)
+    (mine.directory / "00000001.data").write_bytes(b"x")
+    (other / "00000001.data").unlink(missing_ok=True)
+    assert start("c").directory == mine.directory
+
+
+def test_a_spool_that_only_a_newer_version_reads_stays_and_is_named(
+    start: Start, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer = memory / f"pannier-{os.getuid()}-v{WIRE_VERSION + 1}"
+    newer.mkdir(mode=0o700)
+    (newer / "journal").write_bytes(header(FORMAT + 1))
+    assert start("a").directory == memory / NAME
+    assert f"{newer}/journal has format {FORMAT + 1}" in caplog.text
+    assert "Start that version, which uploads them" in caplog.text
+    assert (newer / "journal").read_bytes() == header(FORMAT + 1)
 
 
 def test_a_sidecar_whose_spool_another_has_taken_over_takes_another(start: Start) -> None:

@@ -264,6 +264,7 @@ class SidecarClient:
 
         def once() -> None:
             header.save_timeout_s = seconds_left(deadline)
+            self._connection.check_version()
             self._sender.stream(header, source, advanced, until)
 
         try:

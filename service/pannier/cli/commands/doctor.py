@@ -32,7 +32,7 @@ from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire import addresses, errors
 from pannier.wire.auth_token import Metadata
 from pannier.wire.tls import open_channel, tls_of
-from pannier.wire.version import WIRE_VERSION, package_version
+from pannier.wire.version import ONE_VERSION, WIRE_VERSION, package_version
 
 _SHOWN = ("pannier", "torch", "torch_xla", "grpcio", "protobuf", "fsspec", "gcsfs", "s3fs")
 
@@ -172,7 +172,7 @@ def _of_answer(
         yield doctor_checks.failed(
             "protocol",
             f"{of}; here {package_version()}, protocol {WIRE_VERSION}",
-            "install the same version of pannier on both sides",
+            ONE_VERSION,
         )
     else:
         yield doctor_checks.ok("protocol", of)

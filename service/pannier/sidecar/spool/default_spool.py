@@ -2,19 +2,23 @@
 
 In: the sidecar's runtime directory, which has the path of the spool that it locked last. Out: a locked spool:
 that one, or the first of this user's that no other sidecar has locked. So what a killed sidecar left is found also where
-its runtime directory is lost, and containers that share /dev/shm don't share a spool. Blocking.
+its runtime directory is lost, or after an upgrade or rollback, and containers that share /dev/shm don't share a spool.
+Blocking.
 """
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from pannier.common import daemon_record
 from pannier.common.cgroup import memory_limit
+from pannier.sidecar.spool import journal
 from pannier.sidecar.spool.spool import Spool, SpoolInUseError
 from pannier.wire import addresses
+from pannier.wire.errors import ConfigurationError
 from pannier.wire.version import WIRE_VERSION
 
 _log = logging.getLogger(__name__)
@@ -31,10 +35,15 @@ def open_default(directory: Path, budget: int | None) -> Spool:
 
     Raises ConfigurationError: none can be used; says why not the last one.
     """
-    problem: SpoolInUseError | None = None
+    problem: ConfigurationError | None = None
     for path in _candidates(directory):
         try:
+            journal.check_format(path)
             spool = Spool(path, budget)
+        except journal.NewerFormatError as error:
+            _log.warning("%s", error)
+            problem = error
+            continue
         except SpoolInUseError as error:
             problem = error
             continue
@@ -48,10 +57,13 @@ def open_default(directory: Path, budget: int | None) -> Spool:
 
 def _candidates(directory: Path) -> Iterator[Path]:
     recorded = daemon_record.recorded_spool(directory)
+    of_a_job = addresses.is_job_dir(directory)
+    if not of_a_job and (recorded is None or not _is_left(recorded)):
+        yield from _left_by_other_versions()
     if recorded is not None and recorded.is_dir():
         yield recorded
     roomy = _has_room()
-    if addresses.is_job_dir(directory):
+    if of_a_job:
         # Left ones are found by their directory's record, also by other jobs' starts.
         if roomy:
             yield _MEMORY / f"{default_name()}-{directory.name}"
@@ -63,6 +75,16 @@ def _candidates(directory: Path) -> Iterator[Path]:
         if path != recorded and (roomy or _is_left(path)):
             yield path
     yield directory / "spool"
+
+
+def _left_by_other_versions() -> Iterator[Path]:
+    """Spools that sidecars with another wire version have left: what can be read of them is uploaded."""
+    usual = f"pannier-{os.getuid()}-v"
+    found = [path for path in _MEMORY.glob(f"{usual}*") if "-job-" not in path.name]
+    found += [path / "spool" for path in addresses.usual_dirs()]
+    for path in sorted(found):
+        if not re.search(rf"/{usual}{WIRE_VERSION}\b", str(path)) and _is_left(path):
+            yield path
 
 
 def default_name() -> str:
