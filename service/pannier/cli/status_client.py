@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import click
 import grpc
@@ -21,6 +21,7 @@ from pannier.wire import addresses, errors
 from pannier.wire.auth_token import Metadata, TokenFile
 from pannier.wire.tls import open_channel, tls_of
 
+_NO_ANSWER: Final = "no answer"
 TERMINAL = (
     save_pb2.SAVE_STATE_COMMITTED,
     save_pb2.SAVE_STATE_ABORTED,
@@ -83,7 +84,7 @@ def _refusal(address: str) -> str:
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), timeouts.CONNECT_S).close()
     except TimeoutError:
-        return "no answer"
+        return _NO_ANSWER
     except OSError as error:
         return (error.strerror or str(error)).lower()
     return ""
@@ -120,7 +121,9 @@ def translate_rpc_errors(address: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.UNAVAILABLE and (refusal := _refusal(address)):
+        unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
+        refusal = _refusal(address) if unavailable else ""
+        if refusal not in ("", _NO_ANSWER):
             raise NoDaemonError(address, refusal) from None
         raise errors.from_rpc_error(error, peer=f"the daemon at {address}") from error
 

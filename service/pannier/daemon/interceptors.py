@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn
 import grpc
 
 from pannier.v1 import save_pb2
-from pannier.wire.errors import PannierError, trailing_metadata
+from pannier.wire.errors import PannierError, failure_messages, trailing_metadata
 from pannier.wire.failures import cut_text
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def _fit_metadata(error: PannierError) -> PannierError:
     """A copy of ``error`` with as many failures as trailing metadata can hold."""
     room = _MAX_FAILURES_BYTES
     kept: list[save_pb2.Failure] = []
-    for failure in error.failures.values():
+    for failure in failure_messages(error):
         short = save_pb2.Failure()
         short.CopyFrom(failure)
         short.message = cut_text(failure.message, _MAX_DETAILS)

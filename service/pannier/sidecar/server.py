@@ -86,6 +86,7 @@ class Sidecar:
             config.host,
             backlog=self.backlog,
             trainers=lambda: self._connections.ranks_by_job().total(),
+            waits=lambda job: self.trainers.waits(job),
         )
         self.auth = None if job is None else JobAuth(job)
         self._job = job

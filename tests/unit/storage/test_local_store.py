@@ -256,7 +256,7 @@ def test_what_the_system_refuses_is_said_in_words(
     for code, kind, text in (
         (errno.EACCES, DeniedError, "owner and mode"),
         (errno.EROFS, DeniedError, "Read-only"),
-        (errno.ENOSPC, StorageError, r"No space left.*bytes are free"),
+        (errno.ENOSPC, StorageError, r"No space left.*B are free"),
         (errno.EIO, StorageError, "Input/output error"),
     ):
         failing(code)

@@ -44,8 +44,8 @@ _MODIFIED: Final = ("mtime", "LastModified")
 """Fields of the file systems' ``info`` with the time of the last write; others have ``modified``."""
 
 
-class MissingError(StorageError):
-    """The object or directory doesn't exist."""
+class MissingError(StorageError, FileNotFoundError):
+    """There is no such checkpoint, or no such file in it; also a FileNotFoundError."""
 
 
 @dataclass(frozen=True)
@@ -251,10 +251,10 @@ class StorageDir:
         what = posixpath.join(self.url, name) if name else self.url
         try:
             yield
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise MissingError(f"{what} doesn't exist") from error
         except (StorageError, IntegrityError):
             raise
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise MissingError(f"{what} doesn't exist") from error
         except PermissionError as error:
             raise StorageError(
                 f"{what} can't be {done}: {error}; check the permissions of this process"

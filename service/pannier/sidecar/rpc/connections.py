@@ -254,7 +254,7 @@ class Connections:
             if request.closing:
                 connection.expect_end()
         if own:
-            self._trainers.mark_seen(key)
+            self._trainers.note_ping(key, request)
 
     def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         """Listener of the registry: updates the clients of the save's ranks on this host."""
