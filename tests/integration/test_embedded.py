@@ -108,6 +108,43 @@ def test_torchrun_needs_no_other_step(embedded: Path, tmp_path: Path) -> None:
         assert torch.equal(load(tmp_path / "run" / f"step-{step}", w=full)["w"], full)
 
 
+_BOUND = """
+import ctypes, os, torch
+from pannier import client
+# As `numactl --membind=0` (MPOL_BIND); EPERM: a container that forbids it.
+bound = os.uname().machine == "x86_64" and not ctypes.CDLL(None).syscall(
+    238, 2, ctypes.byref(ctypes.c_ulong(1)), 64
+)
+client.save({"w": torch.ones(10)}, checkpoint_id=os.environ["ROOT"] + "/step-1")
+assert os.sched_getaffinity(0) == {int(os.environ["CORE"])}
+print("memory", bound, "policy", open("/proc/self/numa_maps").readline().split()[1])
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this process is bound to one core")
+def test_daemons_do_not_share_the_core_and_memory_that_their_rank_is_bound_to(
+    embedded: Path, tmp_path: Path
+) -> None:
+    """As ``torchrun --numa-binding`` and ``srun --cpu-bind`` bind the rank that starts them."""
+    cores = os.sched_getaffinity(0)
+    environment = {
+        "PANNIER_RUNTIME_DIR": str(embedded),
+        "PANNIER_SPOOL": os.environ["PANNIER_SPOOL"],
+        "ROOT": str(tmp_path),
+        "CORE": str(min(cores)),
+    }
+    script = f"import os\nos.sched_setaffinity(0, {{{min(cores)}}})\n{_BOUND}"
+    with start_ranks(script, 1, environment) as ranks:
+        (output,) = ranks.wait(120).check().outputs
+    daemons = running(embedded)
+    assert len(daemons) == 3
+    for daemon in daemons:
+        assert cores <= set(daemon.cpu_affinity())
+        if "memory True policy bind:0" in output:
+            policy = Path(f"/proc/{daemon.pid}/numa_maps").read_text().split()[1]
+            assert policy == "default"
+
+
 _INTERRUPTED = """
 import os, time, torch
 from pannier import client

@@ -240,8 +240,16 @@ class SaveFactory:
 
             unconfirmed = None if plan.is_confirmed else plan.part
             task.planned(plan.attempt, plan.plan_id, unconfirmed, drop_part)
-            wait.why = save_pb2.WAIT_REASON_ROOM
-            arena = aside(lambda: slot.hold(sidecar.arena(self.slots.pool, plan.sizes)))
+            wait.change(
+                lambda: f"memory for staging; saves in progress: {self.saves}",
+                save_pb2.WAIT_REASON_ROOM,
+            )
+            arena = self.slots.stage(
+                slot,
+                lambda: sidecar.arena(self.slots.pool, plan.sizes),
+                on_busy,
+                deadline.remaining(),
+            )
             wait.end()
             staged = plan.stage(arena, devices)
             rest = staged.deferred

@@ -18,6 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from pannier.v1 import save_pb2
+from pannier.wire.version import ONE_VERSION, WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
 
@@ -162,6 +163,19 @@ class VersionMismatchError(PannierError):
     """Client and daemon speak different wire versions."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+def check_wire_version(peer: str, theirs: int, here: str) -> None:
+    """Raises VersionMismatchError unless a peer has this wire version.
+
+    Args:
+        peer, here: both ends, as an error names them.
+    """
+    if theirs != WIRE_VERSION:
+        raise VersionMismatchError(
+            f"{peer} speaks wire version {theirs}, {here} (pannier {package_version()}) speaks "
+            f"{WIRE_VERSION}: {ONE_VERSION}"
+        )
 
 
 class UnavailableError(PannierError):

@@ -943,7 +943,8 @@ def test_versions_that_differ_are_both_named(host: Host) -> None:
     trainer = Trainer(host.address)
     host._trainers.append(trainer)
     with pytest.raises(
-        errors.VersionMismatchError, match=rf"9\.9 with wire version 77.*version {WIRE_VERSION}"
+        errors.VersionMismatchError,
+        match=rf"9\.9\) speaks wire version 77, .* {WIRE_VERSION}: run the same",
     ):
         trainer.connect(wire_version=77)
 

@@ -80,7 +80,7 @@ def command(**settings: Any) -> None:
         if error.name != "numpy":
             raise
         raise click.UsageError(
-            f"the coordinator needs {error.name}: pip install 'pannier[torch]'"
+            f"the coordinator needs {error.name}: pip install {error.name} where it runs"
         ) from error
 
     ctx = click.get_current_context()

@@ -133,6 +133,11 @@ def command(
             f"{held if listed.spool_held_bytes else ''}"
             f"; {output.size(listed.spool_free_bytes)} free"
         )
+    if listed.memory_limit:
+        output.say(
+            f"memory limit of the sidecar: {output.size(listed.memory_limit)}, "
+            f"{output.size(listed.memory_used)} in use, its spool included"
+        )
     for copy in listed.local_copies:
         output.say(f"here for loads: {output.size(copy.bytes)} of {copy.checkpoint_id}")
     for gone in listed.evicted_copies if wide else ():

@@ -22,7 +22,7 @@ from pannier.sidecar.save_state import Phase, RankSave, Save
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import limits
 from pannier.wire.chunk_codec import MAX_MESSAGE_BYTES
-from pannier.wire.errors import InvalidRequestError, OverloadedError, VersionMismatchError
+from pannier.wire.errors import InvalidRequestError, OverloadedError, check_wire_version
 from pannier.wire.object_names import check_incarnation, check_job, save_text
 from pannier.wire.version import WIRE_VERSION, package_version
 
@@ -312,13 +312,11 @@ class Connections:
         return [each for listed in self._connections.values() for each in listed]
 
     def _check(self, request: sidecar_pb2.ConnectRequest) -> None:
-        if request.wire_version != WIRE_VERSION:
-            raise VersionMismatchError(
-                f"the client is pannier {request.client_version} with wire version "
-                f"{request.wire_version}, the sidecar on host {self._host} is {package_version()} "
-                f"with wire version {WIRE_VERSION}: install the same version on both sides, and "
-                "restart the one that is older"
-            )
+        check_wire_version(
+            f"the client (pannier {request.client_version})",
+            request.wire_version,
+            f"the sidecar on host {self._host}",
+        )
         check_job(request.job)
         check_incarnation(request.incarnation)
         if not request.world_size > request.rank:
