@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from pannier.common import timeouts
-from pannier.wire import addresses
 
 UP_LOCK: Final = "up.lock"
 """Held by the supervisor of a runtime directory."""
@@ -27,6 +26,9 @@ def sidecar_process(directory: Path) -> int | None:
 
     Its command line names its socket (``pannier.supervisor.process_title``).
     """
+    # Not in the supervisor, which stays without gRPC.
+    from pannier.wire import addresses
+
     word = os.fsencode(addresses.embedded_sidecar(directory))
     with suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():

@@ -19,7 +19,6 @@ import filelock
 from pannier.common import timeouts
 from pannier.common.daemon_process import PID, UP_LOCK
 from pannier.common.daemon_record import DaemonRecord
-from pannier.wire import addresses
 
 _log = logging.getLogger(__name__)
 
@@ -127,10 +126,10 @@ class RuntimeDirectory:
 
     def _reopen_log(self) -> None:
         """The log's file was removed, too: later lines go to a new one."""
-        log = self.path / addresses.LOG
         for fd in (1, 2):
-            if os.readlink(f"/proc/self/fd/{fd}") == f"{log} (deleted)":
-                with log.open("ab") as new:
+            path, deleted, _ = os.readlink(f"/proc/self/fd/{fd}").partition(" (deleted)")
+            if deleted and Path(path).parent == self.path:
+                with open(path, "ab") as new:
                     os.dup2(new.fileno(), fd)
 
     def _create(self) -> None:
