@@ -35,6 +35,11 @@ CUDA was installed: --build-arg TORCH_INDEX=... names an index of CPU builds")' 
         /opt/pannier/lib
 
 FROM base AS runtime
+ARG REVISION=unknown
+LABEL org.opencontainers.image.version=0.1.0 \
+      org.opencontainers.image.revision=${REVISION} \
+      org.opencontainers.image.licenses=Apache-2.0 \
+      org.opencontainers.image.vendor=Pannier
 # A number, so that Kubernetes can tell that it isn't root's.
 RUN groupadd --gid 65532 pannier \
     && useradd --uid 65532 --gid 65532 --no-create-home --home-dir /tmp pannier \
@@ -48,6 +53,8 @@ STOPSIGNAL SIGTERM
 ENTRYPOINT ["pannier"]
 
 FROM runtime AS coordinator
+LABEL org.opencontainers.image.title=pannier-coordinator \
+      org.opencontainers.image.description="Plans and commits the PyTorch checkpoints of a job"
 COPY --from=coordinator-environment /opt/pannier /opt/pannier
 ENV PANNIER_ADDRESS=unix:///run/pannier/coordinator.sock \
     PANNIER_SIDECAR=unix:///run/pannier/coordinator.sock
@@ -55,6 +62,8 @@ HEALTHCHECK --interval=30s --timeout=10s --start-period=60s --retries=3 CMD ["pa
 CMD ["coordinator"]
 
 FROM runtime AS sidecar
+LABEL org.opencontainers.image.title=pannier-sidecar \
+      org.opencontainers.image.description="Uploads the PyTorch checkpoints of a host's ranks to object storage"
 COPY --from=sidecar-environment /opt/pannier /opt/pannier
 ENV PANNIER_ADDRESS=unix:///run/pannier/sidecar.sock \
     PANNIER_SIDECAR=unix:///run/pannier/sidecar.sock \

@@ -38,6 +38,21 @@ def test_an_image_is_nobodys_root_and_runs_its_daemon(target: str) -> None:
     assert stage.environment["PANNIER_ADDRESS"] == default
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_registry_shows_what_an_image_is_and_of_which_version(target: str) -> None:
+    prefix = "org.opencontainers.image."
+    labels = {
+        name.removeprefix(prefix): value
+        for name, value in STAGES[target].labels.items()
+        if name.startswith(prefix)
+    }
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    assert f'version = "{labels["version"]}"' in project
+    assert f'license = "{labels["licenses"]}"' in project
+    assert (labels["title"], labels["revision"]) == (f"pannier-{target}", "${REVISION}")
+    assert "PyTorch checkpoints" in labels["description"]
+
+
 def test_manifests_run_the_images_as_the_user_they_have() -> None:
     user, _, group = STAGES["sidecar"].user.partition(":")
     assert STAGES["coordinator"].user == STAGES["sidecar"].user

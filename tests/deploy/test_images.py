@@ -35,6 +35,10 @@ def test_they_are_what_the_dockerfile_says(images: dict[str, Image]) -> None:
             *(stage.user, stage.entrypoint, stage.command),
         )
         assert found.healthcheck == ("CMD", *stage.healthcheck)
+        revision = found.labels.get("org.opencontainers.image.revision", "")
+        assert re.match(r"[0-9a-f]{7,}|v?\d", revision)
+        labels = {**stage.labels, "org.opencontainers.image.revision": revision}
+        assert labels.items() <= found.labels.items()
         names = {name for name in stage.environment if name != "PATH"}
         assert {name: found.environment[name] for name in names} == {
             name: stage.environment[name] for name in names

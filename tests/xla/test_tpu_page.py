@@ -33,7 +33,7 @@ def on_several_hosts(script: str) -> str:
 
 def test_the_environment_of_the_page_is_the_tested_one() -> None:
     console = block("pip install")
-    assert "pannier[xla,gcs]" in console
+    assert "pip install '.[xla,gcs]'" in console
     assert "PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python train_xla.py" in console
     assert xla.environment(4) == {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
 

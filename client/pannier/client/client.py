@@ -30,6 +30,7 @@ from pannier.client.loading.load import recent_seconds
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import wait_log
 from pannier.client.messages.call_errors import at_call
+from pannier.client.options import OnBusy, Staging
 from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.load_sharing import LoadSharing
@@ -102,9 +103,9 @@ class Client:
         async_stager: Any = None,
         no_dist: bool = False,
         use_collectives: bool = True,
-        on_busy: str = "wait",
+        on_busy: OnBusy = "wait",
         timeout: float | None = None,
-        staging: str = "blocking",
+        staging: Staging = "blocking",
         metrics: Mapping[str, Any] | None = None,
         extra_files: Mapping[str, bytes] | None = None,
         on_commit: Callable[[SaveResult], object] | None = None,

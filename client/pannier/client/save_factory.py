@@ -240,8 +240,16 @@ class SaveFactory:
 
             unconfirmed = None if plan.is_confirmed else plan.part
             task.planned(plan.attempt, plan.plan_id, unconfirmed, drop_part)
-            wait.why = save_pb2.WAIT_REASON_ROOM
-            arena = aside(lambda: slot.hold(sidecar.arena(self.slots.pool, plan.sizes)))
+            wait.change(
+                lambda: f"memory for staging; saves in progress: {self.saves}",
+                save_pb2.WAIT_REASON_ROOM,
+            )
+            arena = self.slots.stage(
+                slot,
+                lambda: sidecar.arena(self.slots.pool, plan.sizes),
+                on_busy,
+                deadline.remaining(),
+            )
             wait.end()
             staged = plan.stage(arena, devices)
             rest = staged.deferred
@@ -378,7 +386,7 @@ class SaveFactory:
         self.saves.drop_interrupted()
         # Unless it was interrupted, the interpreter has waited until all are sent.
         unsent = self.saves.abandon("not handed over to the sidecar", unsent_only=True)
-        if not unsent and self._must_wait(exits=True):
+        if not unsent and self._must_wait():
             self._wait_at_exit()
         self.saves.abandon()
         self._disconnect(self._members())
@@ -403,25 +411,29 @@ class SaveFactory:
         if not (self.saves or self.saves.errors):
             exit_hooks.let_go(self)
 
-    def _must_wait(self, *, exits: bool = False) -> bool:
+    def _must_wait(self) -> bool:
         """Whether the embedded daemons may end with this process, so that it waits for their commits.
 
-        Logs, once per host, what it waits for, or, where the process ``exits``, which process commits it.
+        Logs, once per host, what it waits for, or what it leaves to the daemons.
         """
-        if not self.settings.embedded:
-            return False
-        daemons = [found for member in self._members() if (found := member.daemons())]
+        daemons = []
+        if self.settings.embedded:
+            daemons = [found for member in self._members() if (found := member.daemons())]
         ended_by = next((each.ended_by for each in daemons if each.ended_by is not None), None)
-        left = self.saves.uncommitted_size()
-        if left and os.environ.get("LOCAL_RANK", "0") == "0":
+        saves, left = self.saves.names(), self.saves.uncommitted_size()
+        if left and not self.is_closed and os.environ.get("LOCAL_RANK", "0") == "0":
             names = " and ".join(each.name for each in daemons)
             if ended_by is not None:
                 console.info(
                     "waiting until %s are committed: %s may end with this process, by %s",
                     *(left, names, ended_by),
                 )
-            elif exits:
-                console.info("%s are uploaded by %s after this one ends", left, names)
+            else:
+                console.info(
+                    "handed over %s; the daemons%s commit %s",
+                    *(" and ".join(saves), f" ({names})" if names else ""),
+                    "them" if len(saves) > 1 else "it",
+                )
         return ended_by is not None
 
     @shielded

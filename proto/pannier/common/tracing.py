@@ -5,7 +5,7 @@ save are one trace, from whichever process: the ids of the trace, of the save's 
 coordinator) and of each rank's span (exported by its client) are derived from the save's identity. So no
 context is propagated, and neither a restart nor a cached plan breaks a trace. Spans are exported after the
 save has ended, at no cost while bytes move. Without ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or its like), or
-without the packages (``pip install 'pannier[otel]'``), a call costs a comparison. Thread-safe.
+without the packages (the extra ``otel``), a call costs a comparison. Thread-safe.
 """
 
 import atexit
@@ -75,7 +75,8 @@ def set_up(service: str, **resource: str) -> None:
             _tracer = _Tracer(service, resource)
         except ImportError as error:
             _log.info(
-                "the environment enables traces, but %s is missing: pip install 'pannier[otel]'",
+                "the environment enables traces, but %s is missing: pip install opentelemetry-sdk "
+                "opentelemetry-exporter-otlp-proto-grpc",
                 error.name,
             )
         except Exception as error:  # noqa: BLE001 - of a setting that OpenTelemetry can't read

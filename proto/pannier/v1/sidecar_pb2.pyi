@@ -231,12 +231,14 @@ class LeasedFile(_message.Message):
     def __init__(self, spool_file: _Optional[str] = ..., capacity: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
-    __slots__ = ("files", "token")
+    __slots__ = ("files", "token", "second_set")
     FILES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SECOND_SET_FIELD_NUMBER: _ClassVar[int]
     files: _containers.RepeatedCompositeFieldContainer[LeasedFile]
     token: bytes
-    def __init__(self, files: _Optional[_Iterable[_Union[LeasedFile, _Mapping]]] = ..., token: _Optional[bytes] = ...) -> None: ...
+    second_set: str
+    def __init__(self, files: _Optional[_Iterable[_Union[LeasedFile, _Mapping]]] = ..., token: _Optional[bytes] = ..., second_set: _Optional[str] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("job", "incarnation", "rank", "client", "spool_files")

@@ -5,6 +5,7 @@ it is a gRPC status whose trailing metadata holds an :class:`~pannier.v1.save_pb
 :func:`from_rpc_error` makes the same error again.
 """
 
+import dataclasses
 import logging
 import re
 import socket
@@ -17,6 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from pannier.v1 import save_pb2
+from pannier.wire.version import ONE_VERSION, WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +82,32 @@ _TARGET: Final = re.compile(r"\bipv[46]:(\S+?:\d+)(?=[:\s]|$)")
 """The address that gRPC tried, in its texts."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a save or a load failed, on one rank."""
+
+    rank: int
+    """Global rank; -1 when the failure is no single rank's."""
+    host: str
+    """Where that rank runs; empty: not known."""
+    kind: str
+    """``STORAGE``, ``DEADLINE``, ``LOST``, ...: a name of ``pannier.v1.FailureKind`` without its prefix."""
+    message: str
+    """What happened, with which value, and what to do."""
+
+    @classmethod
+    def of(cls, message: save_pb2.Failure) -> "Failure":
+        """What a message says."""
+        return cls(message.rank, message.host, kind_name(message.kind), message.message)
+
+
+def kind_name(kind: int) -> str:
+    """Short name of a kind: ``STORAGE`` for ``FAILURE_KIND_STORAGE``; its number if only newer versions know it."""
+    if kind not in save_pb2.FailureKind.values():
+        return str(kind)
+    return save_pb2.FailureKind.Name(kind).removeprefix("FAILURE_KIND_")
+
+
 class PannierError(Exception):
     """Base of all errors of this package."""
 
@@ -89,16 +117,20 @@ class PannierError(Exception):
 
     def __init__(self, message: str, failures: Iterable[save_pb2.Failure] = ()) -> None:
         super().__init__(message)
-        self.failures: Mapping[int, save_pb2.Failure] = {f.rank: f for f in failures}
-        """Causes by global rank; -1 when the failure is no single rank's."""
+        self._messages = {f.rank: f for f in failures}
         self.resume_at = 0
         """For a rank that was behind: number of its group's current save; else 0."""
+
+    @property
+    def failures(self) -> Mapping[int, Failure]:
+        """Causes by global rank; -1 when the failure is no single rank's."""
+        return {rank: Failure.of(message) for rank, message in self._messages.items()}
 
     def __reduce__(self) -> tuple[object, ...]:
         return rebuild, (
             type(self).__name__,
             str(self),
-            [f.SerializeToString() for f in self.failures.values()],
+            [f.SerializeToString() for f in self._messages.values()],
             self.resume_at,
         )
 
@@ -131,6 +163,19 @@ class VersionMismatchError(PannierError):
     """Client and daemon speak different wire versions."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+def check_wire_version(peer: str, theirs: int, here: str) -> None:
+    """Raises VersionMismatchError unless a peer has this wire version.
+
+    Args:
+        peer, here: both ends, as an error names them.
+    """
+    if theirs != WIRE_VERSION:
+        raise VersionMismatchError(
+            f"{peer} speaks wire version {theirs}, {here} (pannier {package_version()}) speaks "
+            f"{WIRE_VERSION}: {ONE_VERSION}"
+        )
 
 
 class UnavailableError(PannierError):
@@ -217,6 +262,11 @@ def _subclasses(cls: type[PannierError]) -> Iterable[type[PannierError]]:
         yield from _subclasses(sub)
 
 
+def failure_messages(error: PannierError) -> list[save_pb2.Failure]:
+    """The failures of an error as daemons send and record them."""
+    return [*error._messages.values()]
+
+
 def rebuild(
     name: str, message: str, failures: Iterable[bytes] = (), resume_at: int = 0
 ) -> PannierError:
@@ -234,7 +284,7 @@ def trailing_metadata(error: PannierError) -> tuple[tuple[str, bytes], ...]:
     detail = save_pb2.ErrorDetail(
         type=type(error).__name__,
         message=str(error),
-        failures=list(error.failures.values()),
+        failures=failure_messages(error),
         resume_at=error.resume_at,
     )
     return ((_KEY, detail.SerializeToString()),)

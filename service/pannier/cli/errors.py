@@ -86,6 +86,7 @@ class Failures:
 
 def _classify(error: Exception) -> tuple[int | None, str]:
     from pannier.wire import errors
+    from pannier.wire.version import ONE_VERSION
 
     if isinstance(error, (errors.ConfigurationError, errors.InvalidRequestError)):
         return USAGE, ""
@@ -96,7 +97,7 @@ def _classify(error: Exception) -> tuple[int | None, str]:
         )
         return UNREACHABLE, getattr(error, "hint", usual)
     if isinstance(error, errors.VersionMismatchError):
-        return UNREACHABLE, "install the same version of pannier on both sides"
+        return UNREACHABLE, ONE_VERSION
     if isinstance(error, errors.StorageError):
         return UNREACHABLE, _storage_hint(error)
     if isinstance(error, errors.PannierError):

@@ -15,7 +15,7 @@ from pannier.cli.bars import ALL, Bars, rows_of
 from pannier.cli.table import Column, Fit, Table
 from pannier.common.message_json import seconds_of
 from pannier.v1 import load_status_pb2
-from pannier.wire.failures import kind_name
+from pannier.wire.errors import kind_name
 
 _OTHER_LINES: Final = 8
 _LOADED: Final = load_status_pb2.LOAD_PHASE_LOADED

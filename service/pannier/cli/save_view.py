@@ -9,7 +9,7 @@ from pannier.cli import output
 from pannier.cli.table import Column, Fit, Table
 from pannier.common.message_json import seconds_of
 from pannier.v1 import save_pb2
-from pannier.wire.failures import kind_name
+from pannier.wire.errors import kind_name
 
 
 def state_name(state: int) -> str:

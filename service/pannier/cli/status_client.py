@@ -14,6 +14,7 @@ import grpc
 
 from pannier.cli.options import Address, combined, option, tls_options
 from pannier.common import timeouts
+from pannier.common.daemon_process import await_restored
 from pannier.common.locations import absolute
 from pannier.v1 import load_status_pb2, save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses, errors
@@ -57,6 +58,7 @@ def embedded_sidecars() -> list[str]:
     The default one comes before those of jobs on several hosts.
     """
     default = addresses.embedded_sidecar(addresses.runtime_dir())
+    await_restored(addresses.runtime_dir(), lambda: listens(default))
     known = addresses.embedded_sidecars(addresses.runtime_dir())
     return [each for each in known if listens(each)] or [default]
 

@@ -134,7 +134,7 @@ async def serving(
     """
     status_registry = StatusRegistry()
     daemon_info = DaemonInfo(config.host, loads=LoadRegistry(sees_all=True))
-    planners = Planners(config.planner)
+    planners = Planners(config.planner, on_demand=config.embedded)
     stores = Stores(allow=config.allow, storage_options=config.storage_options)
     with ThreadPoolExecutor(_THREADS, "pannier-plan") as threads:
 

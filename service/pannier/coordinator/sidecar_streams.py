@@ -36,9 +36,8 @@ from pannier.wire.errors import (
     OverloadedError,
     SaveAbortedError,
     UnavailableError,
-    VersionMismatchError,
+    check_wire_version,
 )
-from pannier.wire.version import WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
 
@@ -447,8 +446,4 @@ def check_owner(save: Save, rank: int, peer: SidecarPeer) -> None:
 
 def check_version(version: int, host: str) -> None:
     """Raises VersionMismatchError unless a host's sidecar has this wire version."""
-    if version != WIRE_VERSION:
-        raise VersionMismatchError(
-            f"the sidecar on {host} speaks wire version {version}, this coordinator (pannier "
-            f"{package_version()}) version {WIRE_VERSION}: install the same version on both"
-        )
+    check_wire_version(f"the sidecar on {host}", version, "this coordinator")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pannier.common import timeouts
+from pannier.common.cgroup import MemoryLimit
 from pannier.common.deadline import within
 from pannier.storage import (
     DeniedError,
@@ -136,8 +137,21 @@ async def is_allowed(root: str, allow: Sequence[str]) -> bool:
     return True
 
 
-def check_spool(directory: Path, *, budget: int | None, reserved: int, gone: bool) -> Check:
-    """Whether the spool can be used and has space for saves; sizes in bytes."""
+def check_spool(
+    directory: Path,
+    *,
+    budget: int | None,
+    reserved: int,
+    gone: bool,
+    limit: MemoryLimit | None,
+    too_large: str,
+) -> Check:
+    """Whether the spool can be used and has space for saves; sizes in bytes.
+
+    Args:
+        limit: of the process's memory, where the spool's files count to it.
+        too_large: why the spool can't have what its settings allow; empty: it can.
+    """
     if gone:
         return failed("spool", f"{directory} was removed", "restart the sidecar, which is exiting")
     try:
@@ -149,13 +163,17 @@ def check_spool(directory: Path, *, budget: int | None, reserved: int, gone: boo
     kind = file_system(directory)
     medium = "memory" if kind in _MEMORY else "a disk"
     room = min(free, budget - reserved) if budget is not None else free
+    room = min(room, limit.free) if limit is not None else room
     found = (
         f"{directory}: {medium} ({kind}), mode {mode:04o}, {_gib(free)} GiB free, "
         f"{_gib(reserved)} GiB reserved"
         + (f", at most {_gib(budget)} GiB (--spool-budget)" if budget is not None else "")
+        + (f"; {limit}" if limit is not None else "")
     )
     if mode & 0o022:
         return failed("spool", found, "other users may write to it: chmod 0700")
+    if too_large:
+        return warning("spool", found, too_large)
     if room + reserved < 1 << 30:
         return warning(
             "spool",

@@ -8,6 +8,7 @@ of mode 0700, and access control lists admit further users. TCP takes mutual TLS
 ``--insecure-listen``. For synchronous and aio servers. Blocking; not thread-safe: sets the umask.
 """
 
+import logging
 import os
 import resource
 import socket
@@ -21,9 +22,12 @@ from typing import Final
 import filelock
 import grpc
 
+from pannier.common.cgroup import memory_limit
 from pannier.wire.addresses import ChannelOptions, channel_options, is_loopback, parse_address
 from pannier.wire.errors import ConfigurationError
 from pannier.wire.tls import FLAGS, Tls, is_unix
+
+_log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 4096
 """Connections of one daemon at a time; further ones are closed at once."""
@@ -256,6 +260,15 @@ def _remove_stale(path: Path, address: str) -> None:
             probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             path.unlink(missing_ok=True)
+            limit = memory_limit()
+            _log.warning(
+                "the last process that listened on %s was killed, or the machine went down: its socket is still there%s",
+                address,
+                ""
+                if limit is None
+                else f"; {limit}, and the kernel has killed {limit.kills} "
+                "processes there for lack of memory",
+            )
             return
         except OSError as error:
             raise ConfigurationError(f"can't listen on {address}: {error}") from error

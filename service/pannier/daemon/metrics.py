@@ -29,7 +29,7 @@ from pannier.daemon.http_server import Request, Response
 from pannier.daemon.status_service import Backlog, DaemonInfo
 from pannier.storage import io_threads
 from pannier.v1 import save_pb2
-from pannier.wire.failures import kind_name
+from pannier.wire.errors import kind_name
 from pannier.wire.version import package_version
 
 UNDER_WAY: Final = (

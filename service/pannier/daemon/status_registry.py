@@ -93,15 +93,17 @@ class StatusRegistry(Notifier):
         self.notify(key)
 
     def find(self, name: str) -> str:
-        """Key of a save by its id, or of the newest save to a checkpoint id.
+        """Key of a save by its id, or of the newest save to a checkpoint id or one that ends with ``/name``.
 
         Raises UnknownSaveError.
         """
         with self._lock:
             if name in self._entries:
                 return name
-            for key, entry in reversed(self._entries.items()):
-                if entry.checkpoint_id == name:
+            newest_first = [*reversed(self._entries.items())]
+        for matches in (name.__eq__, lambda checkpoint_id: checkpoint_id.endswith(f"/{name}")):
+            for key, entry in newest_first:
+                if matches(entry.checkpoint_id):
                     return key
         raise UnknownSaveError(f"this daemon knows no save {name!r}; `pannier status` lists them")
 

@@ -43,6 +43,10 @@ class Backlog:
     """Most that the spool can hold."""
     free_bytes: int = 0
     """Bytes of the capacity that are free for saves."""
+    memory_limit: int = 0
+    """Of the sidecar's control group, which pays for a spool in memory; 0: none, or the spool is on a disk."""
+    memory_used: int = 0
+    """In use there."""
     refusals: int = 0
     """Requests for room in the spool that were refused since the start, which clients repeat."""
     local_copies: Sequence[status_pb2.LocalCopy] = ()
@@ -156,6 +160,8 @@ def describe_daemon(daemon_info: DaemonInfo, job: str = "") -> status_pb2.ListSa
         upload_limited=backlog.upload_limited,
         training_waits=training_waits(daemon_info.waits(job)),
         daemon=daemon_info.daemon,
+        memory_limit=backlog.memory_limit,
+        memory_used=backlog.memory_used,
     )
 
 

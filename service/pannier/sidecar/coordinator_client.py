@@ -53,6 +53,7 @@ class CoordinatorClient:
         self._started = time.monotonic()
         self._detached_since: float | None = self._started
         """None: attached."""
+        self._refusal = ""
         self._last_seen: float | None = None
         self._unresponsive = False
 
@@ -73,7 +74,9 @@ class CoordinatorClient:
 
     @property
     def description(self) -> str:
-        """The coordinator and when it was last seen, human-readable."""
+        """The coordinator and when it was last seen, or why it refuses this sidecar, human-readable."""
+        if self._refusal:
+            return f"{self.peer} (it refuses this sidecar: {self._refusal})"
         if self._last_seen is None:
             return f"{self.peer} (not seen yet)"
         return f"{self.peer} (last seen {observer_clock.now() - self._last_seen:.0f} s ago)"
@@ -122,16 +125,21 @@ class CoordinatorClient:
         return self._stub.Attach()
 
     def mark_attached(self) -> None:
-        """The stream of reports was opened."""
-        self._detached_since = None
+        """The coordinator has accepted the stream of reports."""
+        self._detached_since, self._refusal = None, ""
         self.mark_seen()
 
-    def mark_detached(self) -> bool:
-        """The stream of reports ended; returns whether it was open."""
-        if self._detached_since is not None:
-            return False
-        self._detached_since = time.monotonic()
-        return True
+    def mark_detached(self, refusal: str = "") -> bool:
+        """The stream of reports ended; returns whether it was open, or this refusal is another.
+
+        Args:
+            refusal: why the coordinator takes no stream of this sidecar; empty: it didn't say so.
+        """
+        changed = self._detached_since is None or refusal not in ("", self._refusal)
+        self._refusal = refusal
+        if self._detached_since is None:
+            self._detached_since = time.monotonic()
+        return changed
 
     def mark_seen(self) -> None:
         """The coordinator sent something."""

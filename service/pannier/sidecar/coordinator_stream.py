@@ -27,7 +27,7 @@ from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import FAILED, RankSave, Save
 from pannier.sidecar.status import is_reportable, rank_report
 from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
-from pannier.wire.errors import PannierError, from_rpc_error
+from pannier.wire.errors import PannierError, VersionMismatchError, from_rpc_error
 from pannier.wire.version import WIRE_VERSION
 
 _log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class CoordinatorStream:
         await self._client.await_socket(math.inf)
         while True:
             started = time.monotonic()
-            peer = self._client.peer
+            peer, refusal = self._client.peer, ""
             try:
                 self._client.refresh_channel()
                 await self._attach()
@@ -163,12 +163,13 @@ class CoordinatorStream:
                 problem = "it ended the stream"
             except PannierError as error:
                 problem = str(error)
+                refusal = problem if isinstance(error, VersionMismatchError) else ""
             except Exception as error:  # noqa: BLE001 - top of the task: it must go on
                 _log.exception("the stream to the %s failed", peer)
                 problem = f"{type(error).__name__}: {error}"
-            if self._client.mark_detached() or failures == 0:
+            if self._client.mark_detached(refusal) or failures == 0:
                 # At the start the daemons come up in any order.
-                level = logging.WARNING if self._client.was_seen else logging.INFO
+                level = logging.WARNING if self._client.was_seen or refusal else logging.INFO
                 _log.log(level, "not attached to the %s: %s; retrying", peer, problem)
             failures = (
                 0 if time.monotonic() - started > timeouts.ATTACH_LONGEST_AGAIN_S else failures + 1
@@ -184,8 +185,6 @@ class CoordinatorStream:
         try:
             await call.write(self._first_request(state))
             state.sent_at = time.monotonic()
-            self._client.mark_attached()
-            _log.info("attached to the %s", self._client.peer)
             loop = asyncio.get_running_loop()
             reading = loop.create_task(self._read(call))
             writing = loop.create_task(self._keep_writing(call, state))
@@ -207,7 +206,10 @@ class CoordinatorStream:
 
     async def _read(self, call: Any) -> None:
         async for response in call:
-            self._client.mark_seen()
+            # Its first response, which comes at once: it has accepted this sidecar.
+            if self._client.detached_s:
+                _log.info("attached to the %s", self._client.peer)
+            self._client.mark_attached()
             for status in response.saves:
                 self._saves.apply_status(status)
                 self._watches.apply_status(status)

@@ -18,6 +18,7 @@ from pannier.sidecar.spool.spool import Spool
 from pannier.storage.io_threads import reservation_threads
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire.errors import PannierError
+from pannier.wire.version import ONE_VERSION, WIRE_VERSION, package_version
 
 
 class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
@@ -75,7 +76,15 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
         if isinstance(theirs, diagnosis_pb2.DiagnoseResponse):
             own.coordinator.CopyFrom(theirs)
             found = f"the {self._coordinator.description} answers, version {theirs.version}"
-            own.checks.append(doctor_checks.ok("coordinator", found))
+            check = doctor_checks.ok("coordinator", found)
+            if theirs.wire_version != WIRE_VERSION:
+                found = f"the {self._coordinator.peer} is pannier {theirs.version}, protocol {theirs.wire_version}"
+                check = doctor_checks.failed(
+                    "coordinator",
+                    f"{found}; this sidecar is {package_version()}, protocol {WIRE_VERSION}",
+                    ONE_VERSION,
+                )
+            own.checks.append(check)
         else:
             own.checks.append(
                 doctor_checks.failed(
@@ -114,6 +123,9 @@ class SidecarDiagnosis(diagnosis_pb2_grpc.DiagnosisServicer):
             budget=spool.budget,
             reserved=spool.usage.reserved,
             gone=gone,
+            limit=spool.limit(),
+            # A default spool may usually have more than its container.
+            too_large="" if self._config.spool is None else spool.too_large,
         )
 
     async def _ask_coordinator(

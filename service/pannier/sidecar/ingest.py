@@ -143,7 +143,9 @@ class Ingest:
         except ConfigurationError as error:
             raise InvalidRequestError(str(error)) from error
         owner = (request.job, request.incarnation, request.rank)
-        return await self._mapped.reserve(owner, request.client, request.sizes)
+        response = await self._mapped.reserve(owner, request.client, request.sizes)
+        response.second_set = self._mapped.problem_of_another_set(request.job)
+        return response
 
     async def release(self, request: sidecar_pb2.ReleaseRequest) -> None:
         """Ends the leases of files that a client has unmapped."""

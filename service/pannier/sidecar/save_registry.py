@@ -21,7 +21,12 @@ from pannier.sidecar.save_state import (
 )
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
-from pannier.wire.errors import InvalidRequestError, SaveAbortedError, UnavailableError
+from pannier.wire.errors import (
+    InvalidRequestError,
+    SaveAbortedError,
+    UnavailableError,
+    failure_messages,
+)
 from pannier.wire.limits import check_room
 from pannier.wire.object_names import data_prefix, save_text
 
@@ -292,7 +297,7 @@ class SaveRegistry:
             status = save_pb2.SaveStatus(
                 save=rank.save.id,
                 state=save_pb2.SAVE_STATE_ABORTED,
-                failures=error.failures.values(),
+                failures=failure_messages(error),
             )
             self.apply_status(status)
 

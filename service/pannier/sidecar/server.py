@@ -91,7 +91,6 @@ class Sidecar:
         self.auth = None if job is None else JobAuth(job)
         self._job = job
         self._loads = LoadReports(self.daemon_info.loads, job="" if job is None else job.name)
-        self._slots = UploadSlots(config.memory, config.upload_threads)
         limit = None if config.upload_limit is None else RateLimit(config.upload_limit)
         self._upload_threads = UploadThreads(config.upload_threads, limit)
         self._metrics = SaveMetrics()
@@ -250,6 +249,9 @@ class Sidecar:
             opening = partial(Spool, config.spool)
         self.spool = await asyncio.to_thread(opening, config.spool_budget)
         stack.push_async_callback(self._close_spool)
+        if problem := self.spool.too_large:
+            # A spool of /dev/shm may usually have more than its container.
+            _log.log(logging.INFO if config.spool is None else logging.WARNING, "%s", problem)
         storage = storage_variables(os.environ, config.storage_options)
         self._journal = await asyncio.to_thread(JournalState, self.spool.directory, storage)
         self.spool.overhead = self._journal.space
@@ -281,6 +283,11 @@ class Sidecar:
         await stack.enter_async_context(self._stream.running())
         await self._serve(stack)
 
+    def _upload_memory(self) -> int:
+        """Bytes for the buffers of uploads; beside a spool in memory at most what the memory limit spares."""
+        limit = self.spool.usage.limit
+        return self.config.memory if limit is None else min(self.config.memory, limit.spare)
+
     def _make_parts(self, stack: AsyncExitStack) -> None:
         config = self.config
         self._coordinator = CoordinatorClient(
@@ -306,7 +313,7 @@ class Sidecar:
             self._mapped,
             self._journal,
             self.local_copies,
-            slots=self._slots,
+            slots=UploadSlots(self._upload_memory(), config.upload_threads),
             open_store=self._open_store,
         )
         stack.push_async_callback(self._uploads.close)
@@ -361,6 +368,7 @@ class Sidecar:
                 ("grpc.max_concurrent_streams", _CALLS_PER_CONNECTION),
             ],
             interceptors=[
+                ErrorInterceptor(),
                 *authenticating,
                 AdmissionInterceptor(
                     {
@@ -370,7 +378,6 @@ class Sidecar:
                         **doctor_checks.LIMITS,
                     }
                 ),
-                ErrorInterceptor(),
             ],
         )
         self._add_services(server)

@@ -135,6 +135,8 @@ def backlog(
         saves_bytes=max(0, usage.reserved - usage.spare - held - kept - mapped.unused()),
         capacity_bytes=usage.capacity,
         free_bytes=min(usage.capacity, usage.free + kept),
+        memory_limit=usage.limit.limit if usage.limit is not None else 0,
+        memory_used=usage.limit.used if usage.limit is not None else 0,
         refusals=mapped.refusals,
         local_copies=tuple(blocks.copies.statuses()),
         evicted_copies=tuple(blocks.copies.evictions()),

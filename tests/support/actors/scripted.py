@@ -135,6 +135,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
         threading.Thread(target=read, daemon=True).start()
         try:
+            # As the real one does: the stream is accepted.
+            yield coordinator_pb2.AttachResponse()
             while (response := responses.get()) is not None:
                 yield response
         finally:

@@ -13,6 +13,7 @@ class Stage:
 
     name: str
     environment: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
     user: str = ""
     entrypoint: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
@@ -31,9 +32,12 @@ def stages(path: Path) -> dict[str, Stage]:
             match = re.fullmatch(r"(\S+) AS (\S+)", arguments)
             assert match is not None, arguments
             current = replace(found.get(match[1], Stage("")), name=match[2])
-        elif instruction == "ENV":
+        elif instruction in ("ENV", "LABEL"):
             pairs = dict(word.partition("=")[::2] for word in shlex.split(arguments))
-            current = replace(current, environment={**current.environment, **pairs})
+            if instruction == "ENV":
+                current = replace(current, environment={**current.environment, **pairs})
+            else:
+                current = replace(current, labels={**current.labels, **pairs})
         elif instruction == "USER":
             current = replace(current, user=arguments)
         elif instruction == "ENTRYPOINT":

@@ -31,6 +31,7 @@ class Image:
     command: tuple[str, ...]
     healthcheck: tuple[str, ...]
     user: str
+    labels: dict[str, str]
 
     def size(self) -> int:
         """Bytes of all files."""
@@ -72,6 +73,7 @@ def image(name: str) -> Image:
         tuple(config.get("Cmd") or ()),
         tuple(config.get("Healthcheck", {}).get("Test", ())),
         config.get("User", ""),
+        dict(config.get("Labels") or {}),
     )
 
 

@@ -23,10 +23,12 @@ class MemoryLimit:
         self._peak = "memory.max_usage_in_bytes" if old else "memory.peak"
         if not old:
             (_ROOT / "cgroup.subtree_control").write_text("+memory")
+        self._events = "memory.oom_control" if old else "memory.events"
+        self.file = self._path / ("memory.limit_in_bytes" if old else "memory.max")
+        """Takes another limit, bytes."""
         self._path.mkdir()
         try:
-            limit_file = "memory.limit_in_bytes" if old else "memory.max"
-            (self._path / limit_file).write_text(str(limit))
+            self.file.write_text(str(limit))
         except OSError:
             self._path.rmdir()
             raise
@@ -39,6 +41,12 @@ class MemoryLimit:
     def peak(self) -> int:
         """Most bytes at any time so far, the page cache's included."""
         return int((self._path / self._peak).read_text())
+
+    @property
+    def kills(self) -> int:
+        """Processes that the kernel has killed because of the limit."""
+        lines = (self._path / self._events).read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
     def close(self) -> None:
         """Its processes have ended, or are just about to."""

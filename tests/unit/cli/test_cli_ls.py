@@ -97,6 +97,17 @@ def test_checkpoints_are_found_at_any_depth_and_at_the_root_itself(tmp_path: Pat
     assert [line["checkpoint"] for line in lines] == [str(tmp_path), str(tmp_path / "a" / "b")]
 
 
+def test_retain_says_where_its_job_comes_from(tmp_path: Path) -> None:
+    result = pannier("retain", str(tmp_path), "--keep-newest", "1")
+    assert result.code == 2, result
+    assert "the trainers' PANNIER_JOB" in result.err
+    assert f"below {tmp_path} are checkpoints of no job" in result.err
+    write_attempt(tmp_path / "step-1", ATTEMPT)
+    result = pannier("retain", str(tmp_path), "--keep-newest", "1")
+    assert f"below {tmp_path} are checkpoints of job\n" in result.err
+    assert (tmp_path / "step-1/.metadata").exists()
+
+
 def test_a_pattern_chooses_checkpoints_for_ls_and_retain(tmp_path: Path) -> None:
     def nested(step: int, attempt: str, planned_at: float) -> None:
         directory = tmp_path / f"checkpoint-{step}" / "dcp"

@@ -221,9 +221,25 @@ def test_a_sidecar_of_another_version_is_refused_with_both_versions(
 ) -> None:
     sidecar.wire_version = 99
     with pytest.raises(
-        VersionMismatchError, match=rf"wire version {WIRE_VERSION}.*9\.9 with wire version 99"
+        VersionMismatchError,
+        match=rf"9\.9\) speaks wire version 99, .* {WIRE_VERSION}: run the same",
     ):
         SidecarClient.connect(Settings(sidecar=sidecar.address), WHO)
+
+
+def test_a_sidecar_that_comes_back_as_another_version_gets_no_bytes(
+    session: SidecarClient, sidecar: ScriptedSidecar
+) -> None:
+    """It could misunderstand them: the save fails with both versions, not with what it makes of a message."""
+    sidecar.stop()
+    sidecar.wire_version = 99
+    connects = len(sidecar.connects)
+    sidecar.start()
+    sidecar.wait_for(lambda: len(sidecar.connects) > connects + 1)
+    with pytest.raises(VersionMismatchError, match="speaks wire version 99"):
+        session.send(CONTEXT, "a", InMemory("f", b"x"))
+    with pytest.raises(VersionMismatchError, match="speaks wire version 99"):
+        session.hand_over(sidecar_pb2.HandOverRequest(context=CONTEXT))
 
 
 def test_updates_reach_their_save_only_and_also_after_a_restart(

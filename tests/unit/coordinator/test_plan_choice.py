@@ -400,7 +400,7 @@ def test_what_a_changed_rank_no_longer_writes_ends_the_save_by_name(
         with pytest.raises(SaveAbortedError, match="no rank writes 'b' any more") as caught:
             await job.plan(changed, 2, plan_of(changed, without="b"))
         assert [(f.rank, f.kind) for f in caught.value.failures.values()] == [
-            (changed, save_pb2.FAILURE_KIND_PLAN_CHANGED)
+            (changed, "PLAN_CHANGED")
         ]
         # The next save makes a new plan.
         plans_ = [plan_of(rank, without="b" if rank == changed else "") for rank in (0, 1)]

@@ -70,6 +70,19 @@ def test_it_knows_for_how_long_it_has_had_no_coordinator(monkeypatch: pytest.Mon
     assert client.detached_s == 7
 
 
+def test_a_refusal_is_what_saves_are_said_to_wait_for() -> None:
+    """A coordinator of another version answers each ping, and takes no report of this sidecar."""
+    client = CoordinatorClient(ADDRESS, None)
+    client.mark_attached()
+    assert client.mark_detached("it speaks 6, I 7")
+    assert not client.mark_detached("it speaks 6, I 7")
+    assert client.description == f"{client.peer} (it refuses this sidecar: it speaks 6, I 7)"
+    assert client.mark_detached("it speaks 8, I 7")
+    assert not client.mark_detached()
+    client.mark_attached()
+    assert "last seen" in client.description
+
+
 def test_a_socket_that_this_user_may_not_look_at_ends_no_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

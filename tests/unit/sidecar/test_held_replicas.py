@@ -22,6 +22,7 @@ from pannier.wire.errors import (
     InvalidRequestError,
     PannierError,
     UnavailableError,
+    VersionMismatchError,
 )
 from support.actors.hosts import await_true
 from support.actors.replica_hosts import ReplicaHosts, replica_hosts, replica_start, without_ranks
@@ -181,7 +182,7 @@ def changed(start: Start, change: Callable[[Start], object]) -> Start:
     [
         (
             lambda start: setattr(start, "wire_version", 3),
-            ConfigurationError,
+            VersionMismatchError,
             "node-9 speaks wire version 3, .* run the same version of Pannier",
         ),
         (

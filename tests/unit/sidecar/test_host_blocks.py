@@ -20,7 +20,7 @@ from pannier.sidecar.rpc.peer_servicer import PeerServicer
 from pannier.storage import StorageError, open_store
 from pannier.v1 import restore_pb2
 from pannier.wire.chunk_codec import BLOCK_BYTES
-from pannier.wire.errors import ConfigurationError, InvalidRequestError
+from pannier.wire.errors import ConfigurationError, InvalidRequestError, VersionMismatchError
 from pannier.wire.version import WIRE_VERSION
 from support.actors.block_reader import whole_blocks
 from support.processes.stretch import until
@@ -84,7 +84,7 @@ def test_peers_are_served_for_loads_that_were_announced_here(
             blocks.announce(announced(tmp_path))
             blocks.announce(announced(tmp_path, ""))
             await blocks.check_peer(wanted(tmp_path))
-            with pytest.raises(ConfigurationError, match="node-1 speaks wire version 1"):
+            with pytest.raises(VersionMismatchError, match="node-1 speaks wire version 1"):
                 await blocks.check_peer(wanted(tmp_path, wire_version=1))
             # The load of one checkpoint is no right to read another.
             with pytest.raises(ConfigurationError):

@@ -129,7 +129,7 @@ def test_what_can_not_be_moved_is_tried_once_and_stays_as_it_is(
 
 
 def test_a_file_on_disk_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "_is_tmpfs", lambda fd: False)
+    monkeypatch.setattr(huge_pages, "is_tmpfs", lambda fd: False)
     with open(tmp_path / "file", "w+b") as file:
         os.posix_fallocate(file.fileno(), 0, 8 * MIB)
         with pytest.raises(OSError, match="not supported"):

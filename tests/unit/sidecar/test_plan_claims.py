@@ -8,7 +8,8 @@ import crc32c
 import pytest
 
 from pannier.common import timeouts
-from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
+from pannier.sidecar.spool.rank_states import RankStates
+from pannier.v1 import journal_pb2, records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import errors, object_names
 from support.actors.hosts import Host, await_true, running_host
 from support.actors.scripted import PLAN_ID, Trainer, attempt_of, status_of
@@ -139,6 +140,27 @@ def test_a_restarted_sidecar_has_the_claim_in_its_journal(
     host.start()
     (copy,) = host.sidecar.local_copies.statuses()
     assert copy.checkpoint_id == context.checkpoint_id
+
+
+def test_a_claim_of_another_version_fails_its_rank_and_says_how_spools_go_from_one_to_another(
+    host: Host, trainer: Trainer, context: sidecar_pb2.SaveContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a coordinator, the trainers' plan isn't confirmed, and other versions describe it differently."""
+    trainer.die()
+    host.end()
+    after = len(host.coordinator.reports)
+    apply = RankStates.apply
+
+    def without_part(states: RankStates, record: journal_pb2.JournalRecord) -> None:
+        record.begun.claim.ClearField("part") if record.HasField("begun") else None
+        apply(states, record)
+
+    monkeypatch.setattr(RankStates, "apply", without_part)
+    host.start()
+    report = host.coordinator.await_phase(context, save_pb2.RANK_PHASE_FAILED, after=after)
+    assert not report.HasField("claim")
+    assert "handed over by trainers of another version of Pannier" in report.failure.message
+    assert "Upgrade and rollback" in report.failure.message
 
 
 def test_a_rank_whose_full_plan_is_requested_is_confirmed_by_the_answer(

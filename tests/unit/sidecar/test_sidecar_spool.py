@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from pannier.common import timeouts
+from pannier.common.cgroup import MemoryLimit
+from pannier.sidecar.spool import lock_holder
 from pannier.sidecar.spool import spool as spool_module
 from pannier.sidecar.spool.spool import Spool
 from pannier.wire import errors
@@ -78,6 +80,75 @@ def test_unused_files_make_room_before_the_budget_is_full(memory: Path) -> None:
     spool.close()
 
 
+class Group:
+    """A control group whose memory is ``other`` bytes and the files of a spool."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int, directory: Path) -> None:
+        self.limit = limit
+        self.other = 0
+        self.directory = directory
+        monkeypatch.setattr(spool_module, "memory_limit", self.measure)
+
+    def measure(self) -> MemoryLimit:
+        files = sum(path.stat().st_blocks * 512 for path in self.directory.glob("*.data"))
+        return MemoryLimit(self.limit, self.other + files, "/job")
+
+
+def test_a_spool_in_memory_stays_within_the_limit_of_the_process(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(monkeypatch, 100 * MIB, memory / "spool")
+    group.other = 20 * MIB
+    spool = Spool(memory / "spool")
+    # 64 MiB of the limit are spare.
+    assert (spool.usage.capacity, spool.usage.free) == (16 * MIB, 16 * MIB)
+    assert "the memory limit of control group /job is 100.0 MiB" in spool.too_large
+    with pytest.raises(
+        errors.ConfigurationError, match=r"16777216 in memory \(the memory limit of"
+    ):
+        spool.check_fits([17 * MIB])
+    first = spool.take("job", 10 * MIB)
+    assert (spool.usage.capacity, spool.usage.free) == (16 * MIB, 6 * MIB)
+    with pytest.raises(errors.BusyError, match=f"{7 * MIB} bytes needed, {6 * MIB} free, since"):
+        spool.take("job", 7 * MIB)
+    spool.give(first)
+    # An unused file makes way, unless that doesn't help.
+    with pytest.raises(errors.BusyError):
+        spool.take("other", 17 * MIB)
+    assert spool.usage.spare == 10 * MIB
+    spool.give(spool.take("other", 12 * MIB))
+    assert spool.usage.reserved == 12 * MIB
+    # Other processes of the group take memory.
+    spool.trim({"other"})
+    assert spool.usage.reserved == 12 * MIB
+    group.other = 30 * MIB
+    spool.trim({"other"})
+    assert (spool.usage.reserved, spool.usage.capacity) == (0, 6 * MIB)
+    spool.close()
+
+
+def test_a_budget_within_the_memory_limit_is_not_too_large(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Group(monkeypatch, 100 * MIB, memory / "spool")
+    spool = Spool(memory / "spool", budget=8 * MIB)
+    assert not spool.too_large
+    assert (spool.usage.capacity, spool.usage.bound) == (8 * MIB, "in its budget")
+    spool.close()
+
+
+def test_a_spool_on_a_disk_has_no_memory_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Group(monkeypatch, MIB, tmp_path / "spool")
+    monkeypatch.setattr(spool_module, "is_tmpfs", lambda fd: False)
+    spool = Spool(tmp_path / "spool")
+    spool.take("job", 2 * MIB)
+    assert spool.usage.limit is None
+    assert not spool.too_large
+    spool.close()
+
+
 def test_a_refused_file_is_not_lost(memory: Path) -> None:
     spool = Spool(memory / "spool", budget=4 * MIB)
     spool.give(spool.take("job", 3 * MIB))
@@ -124,7 +195,7 @@ def test_a_spool_that_is_a_file_is_refused(memory: Path) -> None:
 def test_a_spool_in_use_is_refused_by_that_name_also_where_the_kernel_shows_no_locks(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spool_module, "_LOCKS", memory / "none")
+    monkeypatch.setattr(lock_holder, "_LOCKS", memory / "none")
     used = Spool(memory / "spool")
     refused = f"another sidecar works on the spool {used.directory}; end it"
     with pytest.raises(errors.ConfigurationError, match=refused):

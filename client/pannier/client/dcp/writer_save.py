@@ -284,7 +284,12 @@ class WriterSave:
                     plan.items,
                     planner.resolve_data,
                     self.context.rank,
-                    lambda sizes: aside(lambda: slot.hold(self._sidecar.arena(pool, sizes))),
+                    lambda sizes: self._slots.stage(
+                        slot,
+                        lambda: self._sidecar.arena(pool, sizes),
+                        "wait",
+                        self._deadline.remaining(),
+                    ),
                     as_planned=resolves_as_planned(planner),
                 )
                 release(planner)

@@ -47,7 +47,7 @@ def issue(host: str) -> tuple[TlsBundle, TlsBundle]:
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"a job on several hosts needs certificates, and {error.name} is not installed: pip "
-            "install 'pannier[torch]', or set PANNIER_COORDINATOR to a `pannier coordinator`"
+            "pip install cryptography there, or set PANNIER_COORDINATOR to a `pannier coordinator`"
         ) from error
 
     # So that the CAs of different jobs have different names.

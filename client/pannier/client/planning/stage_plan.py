@@ -25,6 +25,7 @@ from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.stager import Staged
 from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import object_names
+from pannier.wire.errors import BusyError
 
 RequestPlan = Callable[[PlannerRun], plan_pb2.FinalPlan]
 """Sends a local plan to the coordinator; returns once every rank's plan has arrived."""
@@ -169,7 +170,12 @@ def prepare(
     held: list[Arena] = []
     try:
         for _ in range(arenas):
-            arena = acquire([file.size for file in final.files])
+            try:
+                arena = acquire([file.size for file in final.files])
+            except BusyError:
+                if not held:
+                    raise
+                break  # Saves will wait for each other's.
             held.append(arena)
             if match is not None:
                 match.copy_plan.write_headers(arena)

@@ -19,6 +19,7 @@ from pannier.client.staging.arena import (
     MemoryMapping,
     rounded,
 )
+from pannier.common.cgroup import memory_limit
 from pannier.wire.errors import BusyError
 
 
@@ -31,7 +32,8 @@ class ArenaPool:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
+        """See the class."""
         self._lock = threading.Lock()
         self._free: list[MemoryMapping] = []
         self._free_spills: list[AnonymousMapping] = []
@@ -53,7 +55,9 @@ class ArenaPool:
             source: maps its memory; None: anonymous memory of this process.
             streaming_reason: why there is no ``source``, for the arena.
 
-        Raises PannierError when there is no memory for it.
+        Raises:
+            BusyError: it would exceed this process's memory limit, or the spool's room.
+            PannierError: there is no memory for it.
         """
         with self._lock:
             self._clock += 1
@@ -201,7 +205,7 @@ class ArenaPool:
     def _copies_exceed(self, needed: int) -> bool:
         """Whether there is no room for the copies beside ``needed`` bytes; with the lock held."""
         in_use, copies = list(self._in_use.values()), self._copies()
-        return sum(in_use) + sum(copies) + needed > self._limit * max([needed, *in_use, *copies])
+        return sum(in_use) + sum(copies) + needed > self.limit * max([needed, *in_use, *copies])
 
     def _make_room(self, needed: int, missing: int) -> list[MemoryMapping]:
         """Removes the least recently used mappings, so that those of earlier sizes don't pile up."""
@@ -209,7 +213,7 @@ class ArenaPool:
         if not missing:
             return dropped
         in_use = list(self._in_use.values())
-        budget = self._limit * max([needed, *in_use, *self._copies()])
+        budget = self.limit * max([needed, *in_use, *self._copies()])
         # The copies of committed saves go last.
         self._free.sort(key=lambda mapping: (not mapping.copy_of, -mapping.last_used))
         kept = sum(mapping.capacity for mapping in self._free)
@@ -235,6 +239,13 @@ def _map(sizes: Sequence[int], source: MappingSource | None) -> Sequence[MemoryM
 
 
 def _map_anonymous(sizes: Sequence[int]) -> list[MemoryMapping]:
+    needed, limit = sum(map(rounded, sizes)), memory_limit()
+    # The kernel would kill a process: populating memory doesn't fail.
+    if limit is not None and needed > limit.free:
+        raise BusyError(
+            f"no room for staging: {needed} bytes needed, {max(0, limit.free)} free, since {limit}: save less "
+            "often, name a spool on a disk (PANNIER_SPOOL; a sidecar's --spool), or raise the limit"
+        )
     return [AnonymousMapping(rounded(size)) for size in sizes]
 
 

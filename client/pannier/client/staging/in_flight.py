@@ -8,9 +8,10 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
-from pannier.client.interrupts import Condition
+from pannier.client.interrupts import Condition, aside
 from pannier.client.staging.arena import Arena
 from pannier.client.staging.arena_pool import ArenaPool
 from pannier.common import timeouts
@@ -54,6 +55,11 @@ class InFlightSave:
         self._handed_over = False
         self._sending = False
         self._freed = False
+
+    @property
+    def holds_arena(self) -> bool:
+        """Whether it has an arena, which it will give back."""
+        return self._arena is not None
 
     def hold(self, arena: Arena) -> Arena:
         """Takes ownership of an arena that was acquired from :attr:`InFlightSaves.pool`."""
@@ -178,6 +184,47 @@ class InFlightSaves:
                     )
             self._saves.add(save)
         return save
+
+    def stage(
+        self, save: InFlightSave, acquire: Callable[[], Arena], on_busy: str, timeout_s: float
+    ) -> Arena:
+        """An arena for an admitted save, from ``acquire``; ``on_busy`` decides while earlier saves have the room.
+
+        Raises:
+            SaveSkippedError, DeadlineError: see :meth:`admit`.
+            BusyError: ``"raise"``, or no other save has an arena, so that waiting wouldn't help.
+        """
+        deadline = Deadline(timeout_s)
+        # This process unmaps unused files of other sizes when the sidecar asks for room.
+        again = Deadline(min(timeout_s, 4 * timeouts.BUSY_AGAIN_S))
+        while True:
+            before = self._holding(save)
+            try:
+                return aside(lambda: save.hold(acquire()))
+            except BusyError as error:
+                if before and on_busy == "skip":
+                    raise SaveSkippedError(f"the save was skipped: {error}") from error
+                if (before and on_busy == "raise") or (again.passed and not before):
+                    raise
+                if deadline.passed:
+                    raise DeadlineError(
+                        f"no staging memory became free within {round(timeout_s, 1):g} s: "
+                        f"{self._describe()}: {error}"
+                    ) from error
+                with self._changed:
+                    self._changed.wait_for(
+                        partial(self._has_returned, before),
+                        min(timeouts.BUSY_AGAIN_S, deadline.remaining()),
+                    )
+
+    def _has_returned(self, before: "set[InFlightSave]") -> bool:
+        """Whether one of these saves has given its arena back."""
+        return not all(each.holds_arena for each in before)
+
+    def _holding(self, but: InFlightSave) -> "set[InFlightSave]":
+        """The other saves that have an arena."""
+        with self._changed:
+            return {each for each in self._saves if each is not but and each.holds_arena}
 
     @property
     def idle(self) -> int:

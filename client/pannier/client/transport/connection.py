@@ -25,7 +25,12 @@ from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors, object_names
-from pannier.wire.errors import PannierError, UnavailableError, VersionMismatchError
+from pannier.wire.errors import (
+    PannierError,
+    UnavailableError,
+    VersionMismatchError,
+    check_wire_version,
+)
 from pannier.wire.version import WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
@@ -177,6 +182,11 @@ class SidecarConnection:
             raise UnavailableError(f"{problem or f'no {self.peer} answers'}; {hint}")
         self._heartbeat.start()
 
+    def check_version(self) -> None:
+        """Raises VersionMismatchError if the sidecar is of another version: it could misunderstand any call."""
+        if isinstance(self._problem, VersionMismatchError):
+            raise self._problem
+
     def close(self, *, announce: bool = False) -> None:
         """Ends the connection; running calls fail. Returns at once.
 
@@ -212,8 +222,7 @@ class SidecarConnection:
             metadata = self._channel.metadata()
             return stub_method.future(request, timeout=timeout, metadata=metadata)
 
-        if isinstance(self._problem, VersionMismatchError):
-            raise self._problem
+        self.check_version()
         with self._channel.call(start) as call:
             try:
                 return call.result()
@@ -344,12 +353,11 @@ class SidecarConnection:
             self._on_room_wanted()
 
     def _accept(self, welcome: sidecar_pb2.Welcome) -> None:
-        if welcome.wire_version != WIRE_VERSION:
-            raise VersionMismatchError(
-                f"this client is pannier {package_version()} with wire version {WIRE_VERSION}, "
-                f"the {self.peer} is {welcome.sidecar_version} with wire version "
-                f"{welcome.wire_version}: install the same version on both sides"
-            )
+        check_wire_version(
+            f"the {self.peer} (pannier {welcome.sidecar_version})",
+            welcome.wire_version,
+            "this client",
+        )
         self._welcome = welcome
         self._on_welcome(welcome)
         self._problem = None

@@ -7,6 +7,7 @@ when no process can write to the file any more. Thread-safe.
 """
 
 import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -30,7 +31,7 @@ from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
-from pannier.wire.errors import PannierError, UnavailableError
+from pannier.wire.errors import BusyError, PannierError, UnavailableError
 from pannier.wire.file_layout import STAMP_BYTES
 from pannier.wire.tls import is_unix
 
@@ -212,6 +213,9 @@ class FileLeases:
         self._release = release
         self._lock = threading.Lock()
         self._lost = False
+        self.second_set = ""
+        """Why a second set of the largest files didn't fit beside the first; empty: it did."""
+        self._largest = 0
         self._pools: weakref.WeakSet[ArenaPool] = weakref.WeakSet()
         self._connection = connect_descriptors(path, digest)
         _all_leases.add(self)
@@ -243,6 +247,8 @@ class FileLeases:
         """
         with self._lock:
             reserved = self._reserve(sizes)
+            if sum(sizes) > self._largest:
+                self._largest, self.second_set = sum(sizes), reserved.second_set
             try:
                 return self._map_reserved(reserved)
             except OSError as error:
@@ -353,18 +359,30 @@ class MappedTransport:
     def arena(self, pool: ArenaPool, sizes: Sequence[int]) -> Arena:
         """An arena of ``pool`` with a buffer of each size, bytes; leased if that is possible now.
 
-        Raises PannierError: there is no memory for it, or it must be mapped and can't be.
+        Raises:
+            BusyError: it would exceed this process's memory limit.
+            PannierError: there is no memory for it, or it must be mapped and can't be.
         """
         leases = self.leases()
         reason = self.reason
         if leases is not None:
             leases.add_pool(pool)
             try:
-                return pool.acquire(sizes, leases)
+                arena = pool.acquire(sizes, leases)
+                if leases.second_set and pool.limit > 1:
+                    _log_once(
+                        "saves can't overlap: each waits until the one before is in storage. Staging "
+                        f"another one takes {leases.second_set}: more memory, or a spool on a disk "
+                        "(PANNIER_SPOOL; a sidecar's --spool), lets them overlap"
+                    )
+                return arena
             except PannierError as error:
                 # The sidecar may have room, or be connected again, when the bytes are sent.
                 reason = str(error)
-        return pool.acquire(sizes, streaming_reason=reason)
+        try:
+            return pool.acquire(sizes, streaming_reason=reason)
+        except BusyError as error:
+            raise BusyError(f"{error}. Streamed, because {reason}") from error
 
     def release_unused(self) -> None:
         """Other clients need room in the spool."""
@@ -403,6 +421,11 @@ class MappedTransport:
         if not self._socket:
             return "the sidecar has no socket that passes its files"
         return ""
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    _log.warning("%s", text)
 
 
 _all_leases: "weakref.WeakSet[FileLeases]" = weakref.WeakSet()

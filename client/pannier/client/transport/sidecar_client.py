@@ -264,6 +264,7 @@ class SidecarClient:
 
         def once() -> None:
             header.save_timeout_s = seconds_left(deadline)
+            self._connection.check_version()
             self._sender.stream(header, source, advanced, until)
 
         try:
@@ -282,6 +283,7 @@ class SidecarClient:
 
         Raises:
             UnavailableError: that isn't possible, and ``PANNIER_TRANSPORT=mapped``.
+            BusyError: it would exceed this process's memory limit.
             PannierError: there is no memory for it.
         """
         return aside(lambda: self._mapped.arena(pool, sizes))

@@ -34,7 +34,7 @@ DEFAULT_ADDRESS = "unix:///run/pannier/coordinator.sock"
     multiple=True,
     metavar="MODULE:CLASS",
     help="A planner class that overrides global planning and is trusted to run here; may be "
-    "given several times (separated by spaces in the variable).",
+    "given several times (separated by spaces in the variable). An embedded coordinator needs none.",
 )
 @option(
     "--suspect-after",
@@ -80,7 +80,7 @@ def command(**settings: Any) -> None:
         if error.name != "numpy":
             raise
         raise click.UsageError(
-            f"the coordinator needs {error.name}: pip install 'pannier[torch]'"
+            f"the coordinator needs {error.name}: pip install {error.name} where it runs"
         ) from error
 
     ctx = click.get_current_context()

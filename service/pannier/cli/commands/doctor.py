@@ -25,13 +25,14 @@ from pannier.cli.status_client import (
     translate_rpc_errors,
 )
 from pannier.common import timeouts
+from pannier.common.cgroup import memory_limit
 from pannier.daemon import doctor_checks
 from pannier.maintenance.restore_check import check_restore
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 from pannier.wire import addresses, errors
 from pannier.wire.auth_token import Metadata
 from pannier.wire.tls import open_channel, tls_of
-from pannier.wire.version import WIRE_VERSION, package_version
+from pannier.wire.version import ONE_VERSION, WIRE_VERSION, package_version
 
 _SHOWN = ("pannier", "torch", "torch_xla", "grpcio", "protobuf", "fsspec", "gcsfs", "s3fs")
 
@@ -117,6 +118,9 @@ def _here(address: str, *, absent: bool) -> Iterator[diagnosis_pb2.Check]:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     yield doctor_checks.ok("versions", ", ".join(f"{name} {v}" for name, v in found.items()))
+    if (limit := memory_limit()) is not None:
+        # Of a trainer here, and of the daemons that it would start.
+        yield doctor_checks.ok("memory", str(limit))
     if not address.startswith("unix:"):
         yield doctor_checks.ok("address", f"{address}, over TCP")
         return
@@ -168,7 +172,7 @@ def _of_answer(
         yield doctor_checks.failed(
             "protocol",
             f"{of}; here {package_version()}, protocol {WIRE_VERSION}",
-            "install the same version of pannier on both sides",
+            ONE_VERSION,
         )
     else:
         yield doctor_checks.ok("protocol", of)

@@ -135,7 +135,7 @@ async def _build(manifest: bytes, receipts: Sequence[records_pb2.Receipt]) -> by
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"all ranks are durable, but the commit needs {error.name}, which isn't installed here: run `pip "
-            "install 'pannier[torch]'`, or start a coordinator and the job's sidecars"
+            f"install {error.name}`, or start a coordinator and the job's sidecars"
         ) from error
     return await asyncio.to_thread(build_checked, manifest, receipts)
 

@@ -28,7 +28,7 @@ from pannier.storage import open_store
 
 @click.command("retain")
 @click.argument("root", type=Location())
-@option("--job", required=True, help="The job whose checkpoints: the trainers' PANNIER_JOB.")
+@option("--job", help="The job whose checkpoints: the trainers' PANNIER_JOB. Needed.")
 @retention_options
 @retention_pattern("--pattern")
 @store_options
@@ -37,7 +37,7 @@ from pannier.storage import open_store
 def command(
     *,
     root: str,
-    job: str,
+    job: str | None,
     storage_options: dict[str, Any],
     dry_run: bool,
     wide: bool,
@@ -57,6 +57,12 @@ def command(
     time of the commit), "metrics" (null: not finite), "kept_for" (the rules that
     keep it; empty: it was removed, or would be) and "bytes" (removed).
     """
+    if job is None:
+        jobs = asyncio.run(_jobs(root, policy_of(settings).pattern, storage_options))
+        raise click.UsageError(
+            "--job is missing: whose checkpoints these rules are for, the trainers' PANNIER_JOB; below "
+            f"{root} are checkpoints of {', '.join(jobs) or 'no job'}"
+        )
     policy = policy_of(settings)
     outcomes = asyncio.run(_retain(root, policy, storage_options, job, dry_run))
     if not outcomes:

@@ -62,8 +62,8 @@ def command(
 ) -> None:
     """Show saves and loads and their progress; with SAVE, one of them with its ranks.
 
-    SAVE is an id from the lists, of a save or a load, or a checkpoint id, which means
-    its newest save, else its newest load.
+    SAVE is an id from the lists, of a save or a load, or a checkpoint id or its end, like
+    step-60, which means its newest save, else its newest load.
 
     Below the list of saves is what a save costs, for each job and group of ranks: medians
     of its committed saves in the list. Loads are shown while they run and for an hour
@@ -132,6 +132,11 @@ def command(
             f"{output.size(listed.spool_leased_bytes)} mapped by trainers"
             f"{held if listed.spool_held_bytes else ''}"
             f"; {output.size(listed.spool_free_bytes)} free"
+        )
+    if listed.memory_limit:
+        output.say(
+            f"memory limit of the sidecar: {output.size(listed.memory_limit)}, "
+            f"{output.size(listed.memory_used)} in use, its spool included"
         )
     for copy in listed.local_copies:
         output.say(f"here for loads: {output.size(copy.bytes)} of {copy.checkpoint_id}")

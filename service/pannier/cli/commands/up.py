@@ -34,8 +34,10 @@ from pannier.cli.options import (
     tls_options,
     upload_options,
 )
+from pannier.supervisor.binding import leave_binding
 from pannier.supervisor.process_title import set_process_title
-from pannier.supervisor.up import AlreadyRunningError, Supervisor, UnsafeDirectoryError
+from pannier.supervisor.runtime_directory import AlreadyRunningError, UnsafeDirectoryError
+from pannier.supervisor.up import Supervisor
 
 
 @click.command("up")
@@ -166,6 +168,9 @@ def command(
     for name in ctx.params:
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             variables[f"PANNIER_{name.upper()}"] = None
+    if idle:
+        # A rank has started them; those of a person stay where they were put.
+        leave_binding()
     supervisor = Supervisor(
         directory,
         coordinator=partial(

@@ -52,5 +52,5 @@ def torch_for(what: str) -> Iterator[None]:
         if (error.name or "").partition(".")[0] != "torch":
             raise
         raise ConfigurationError(
-            f"the coordinator needs torch for {what}: pip install 'pannier[torch]' where it runs"
+            f"the coordinator needs torch for {what}: pip install torch where it runs"
         ) from error

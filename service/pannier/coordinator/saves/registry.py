@@ -28,7 +28,7 @@ from pannier.coordinator.saves.states import State
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import UnavailableError
+from pannier.wire.errors import UnavailableError, failure_messages
 from pannier.wire.failures import ranks_text
 from pannier.wire.limits import check_context, check_host, check_room
 
@@ -139,7 +139,7 @@ class Registry:
         except DisagreementError as error:
             if not save.failing:
                 # A save that is failing already has its cause: a failed rank may contradict others, too.
-                save.fail_ranks(error.failures.values())
+                save.fail_ranks(failure_messages(error))
             raise
         return save
 
@@ -259,7 +259,7 @@ class Registry:
             ),
         )
         for save in saves:
-            save.fail_ranks(error.failures.values())
+            save.fail_ranks(failure_messages(error))
 
     def _check(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
         check_agreement(save.context, context)
@@ -282,7 +282,7 @@ class Registry:
             for other in self.undecided():
                 same = other.spec.incarnation == incarnation_key
                 if same and other.state is State.PLANNING:
-                    other.fail_ranks(error.failures.values())
+                    other.fail_ranks(failure_messages(error))
             raise error
         self._check_groups(save, context)
 
@@ -310,7 +310,7 @@ class Registry:
                     (theirs.rank, theirs.host),
                     (context.rank, context.host),
                 )
-                other.fail_ranks(error.failures.values())
+                other.fail_ranks(failure_messages(error))
                 raise error
 
     def _changed(self, save: Save) -> None:

@@ -135,6 +135,9 @@ def _sum(answers: Iterable[status_pb2.ListSavesResponse], spool: Path) -> Backlo
         evicted_copies=[copy for answer in each for copy in answer.evicted_copies],
         upload_limit=sum(answer.upload_limit for answer in each),
         upload_limited=any(answer.upload_limited for answer in each),
+        # They are in one control group.
+        memory_limit=max((answer.memory_limit for answer in each), default=0),
+        memory_used=max((answer.memory_used for answer in each), default=0),
     )
 
 

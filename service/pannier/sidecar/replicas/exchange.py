@@ -15,8 +15,7 @@ from pannier.sidecar.save_registry import SaveRegistry
 from pannier.storage import check_allowed_in_time, check_shared
 from pannier.v1 import coordinator_pb2, restore_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
-from pannier.wire.errors import ConfigurationError
-from pannier.wire.version import WIRE_VERSION
+from pannier.wire.errors import ConfigurationError, check_wire_version
 
 
 class Replicas:
@@ -75,11 +74,7 @@ class Replicas:
     async def check_start(self, start: restore_pb2.ReplicaStart) -> None:
         """Raises PannierError unless this host may take a replica."""
         peer, host = start.host or "a peer", self._config.host
-        if start.wire_version != WIRE_VERSION:
-            raise ConfigurationError(
-                f"{peer} speaks wire version {start.wire_version}, the sidecar of {host} {WIRE_VERSION}: "
-                "run the same version of Pannier on all hosts of a job"
-            )
+        check_wire_version(peer, start.wire_version, f"the sidecar of {host}")
         if not self._config.replicas:
             raise ConfigurationError(
                 f"the sidecar of {host} takes no replica from {peer}: it runs without --replicas 1"

@@ -30,7 +30,7 @@ from pannier.sidecar.spool.mapped_files import TOKEN_BYTES
 from pannier.storage import Store
 from pannier.v1 import records_pb2, restore_pb2
 from pannier.wire.chunk_codec import BLOCK_BYTES
-from pannier.wire.errors import ConfigurationError, InvalidRequestError
+from pannier.wire.errors import ConfigurationError, InvalidRequestError, check_wire_version
 from pannier.wire.records import parse_blocks
 from pannier.wire.version import WIRE_VERSION
 
@@ -197,11 +197,7 @@ class HostBlocks:
         """Raises PannierError unless a peer may read that block here."""
         self._used_at = time.monotonic()
         peer = request.host or "a peer"
-        if request.wire_version != WIRE_VERSION:
-            raise ConfigurationError(
-                f"{peer} speaks wire version {request.wire_version}, the sidecar of {self.host} "
-                f"{WIRE_VERSION}: run the same version of Pannier on all hosts of a job"
-            )
+        check_wire_version(peer, request.wire_version, f"the sidecar of {self.host}")
         load = _load_of(request)
         if load not in self._known:
             raise ConfigurationError(

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pannier.common import timeouts
 from pannier.daemon.loads.load_registry import LoadRegistry
 from pannier.v1 import load_status_pb2
-from pannier.wire.errors import InvalidRequestError, VersionMismatchError
-from pannier.wire.version import WIRE_VERSION, package_version
+from pannier.wire.errors import InvalidRequestError, check_wire_version
 
 
 @dataclass
@@ -60,7 +59,7 @@ class LoadReports:
             async for request in requests:
                 report = request.report
                 if not call:
-                    _check_version(request.wire_version)
+                    check_wire_version("the trainer", request.wire_version, "this sidecar")
                     self._registry.apply(self._named(report))
                     call = report.call
                     self._open(call)
@@ -126,11 +125,3 @@ class LoadReports:
     def _lose(self, call: str) -> None:
         del self._timers[call]
         self._registry.lose(call, "died while it loaded")
-
-
-def _check_version(version: int) -> None:
-    if version != WIRE_VERSION:
-        raise VersionMismatchError(
-            f"the trainer speaks wire version {version}, this sidecar (pannier {package_version()}) "
-            f"version {WIRE_VERSION}: install the same version on both"
-        )

@@ -13,7 +13,7 @@ from pannier.sidecar.restore.local_copies import LocalCopies
 from pannier.sidecar.rpc.fetch_stream import FetchStream, first_message
 from pannier.v1 import load_status_pb2, restore_pb2, restore_pb2_grpc
 from pannier.wire import limits
-from pannier.wire.errors import VersionMismatchError
+from pannier.wire.errors import check_wire_version
 from pannier.wire.version import WIRE_VERSION
 
 NAME: Final = "pannier.v1.Restore"
@@ -80,11 +80,9 @@ class RestoreServicer(restore_pb2_grpc.RestoreServicer):
     ) -> AsyncIterator[restore_pb2.FetchResponse]:
         """Fetches the blocks that a rank requests, until it ends the stream."""
         start = await first_message(messages)
-        if start.wire_version != WIRE_VERSION:
-            raise VersionMismatchError(
-                f"rank {start.rank} speaks wire version {start.wire_version}, the sidecar of "
-                f"{self._blocks.host} {WIRE_VERSION}"
-            )
+        check_wire_version(
+            f"rank {start.rank}", start.wire_version, f"the sidecar of {self._blocks.host}"
+        )
         await self._blocks.check_start(start)
         stream = FetchStream(self._blocks, start)
         stream.open(messages)

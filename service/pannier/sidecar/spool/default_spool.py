@@ -2,18 +2,23 @@
 
 In: the sidecar's runtime directory, which has the path of the spool that it locked last. Out: a locked spool:
 that one, or the first of this user's that no other sidecar has locked. So what a killed sidecar left is found also where
-its runtime directory is lost, and containers that share /dev/shm don't share a spool. Blocking.
+its runtime directory is lost, or after an upgrade or rollback, and containers that share /dev/shm don't share a spool.
+Blocking.
 """
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from pannier.common import daemon_record
+from pannier.common.cgroup import memory_limit
+from pannier.sidecar.spool import journal
 from pannier.sidecar.spool.spool import Spool, SpoolInUseError
 from pannier.wire import addresses
+from pannier.wire.errors import ConfigurationError
 from pannier.wire.version import WIRE_VERSION
 
 _log = logging.getLogger(__name__)
@@ -30,10 +35,15 @@ def open_default(directory: Path, budget: int | None) -> Spool:
 
     Raises ConfigurationError: none can be used; says why not the last one.
     """
-    problem: SpoolInUseError | None = None
+    problem: ConfigurationError | None = None
     for path in _candidates(directory):
         try:
+            journal.check_format(path)
             spool = Spool(path, budget)
+        except journal.NewerFormatError as error:
+            _log.warning("%s", error)
+            problem = error
+            continue
         except SpoolInUseError as error:
             problem = error
             continue
@@ -47,10 +57,13 @@ def open_default(directory: Path, budget: int | None) -> Spool:
 
 def _candidates(directory: Path) -> Iterator[Path]:
     recorded = daemon_record.recorded_spool(directory)
+    of_a_job = addresses.is_job_dir(directory)
+    if not of_a_job and (recorded is None or not _is_left(recorded)):
+        yield from _left_by_other_versions()
     if recorded is not None and recorded.is_dir():
         yield recorded
     roomy = _has_room()
-    if addresses.is_job_dir(directory):
+    if of_a_job:
         # Left ones are found by their directory's record, also by other jobs' starts.
         if roomy:
             yield _MEMORY / f"{default_name()}-{directory.name}"
@@ -64,18 +77,31 @@ def _candidates(directory: Path) -> Iterator[Path]:
     yield directory / "spool"
 
 
+def _left_by_other_versions() -> Iterator[Path]:
+    """Spools that sidecars with another wire version have left: what can be read of them is uploaded."""
+    usual = f"pannier-{os.getuid()}-v"
+    found = [path for path in _MEMORY.glob(f"{usual}*") if "-job-" not in path.name]
+    found += [path / "spool" for path in addresses.usual_dirs()]
+    for path in sorted(found):
+        if not re.search(rf"/{usual}{WIRE_VERSION}\b", str(path)) and _is_left(path):
+            yield path
+
+
 def default_name() -> str:
     """Name of this user's first spool below /dev/shm."""
     return f"pannier-{os.getuid()}-v{WIRE_VERSION}"
 
 
 def _has_room() -> bool:
-    """Whether a state fits twice on tmpfs; a host's memory is in proportion to the states that it trains."""
+    """Whether a state fits twice on tmpfs; memory is in proportion to the states that are trained with it."""
     if not os.access(_MEMORY, os.W_OK):
         return False
     space = os.statvfs(_MEMORY)
+    free = space.f_bavail * space.f_frsize
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return space.f_bavail * space.f_frsize >= min(_ROOM, whole // 4)
+    if (limit := memory_limit()) is not None:
+        free, whole = min(free, limit.free), limit.limit
+    return free >= min(_ROOM, whole // 4)
 
 
 def _is_left(path: Path) -> bool:

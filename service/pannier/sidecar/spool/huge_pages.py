@@ -39,7 +39,7 @@ def collapse(fd: int, start: int, end: int) -> None:
     Raises OSError: the kernel has no huge pages, or none left; or the file is not on a tmpfs.
     """
     size = _huge_page()
-    if not size or not _is_tmpfs(fd):
+    if not size or not is_tmpfs(fd):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     # The page that begins before ``start`` may be whole by now.
     first, last = start // size * size, end // size * size
@@ -65,7 +65,8 @@ def _last_error() -> OSError:
     return OSError(code, os.strerror(code))
 
 
-def _is_tmpfs(fd: int) -> bool:
+def is_tmpfs(fd: int) -> bool:
+    """Whether a file or directory lies in memory."""
     found = (ctypes.c_long * 64)()
     return _libc.fstatfs(fd, found) == 0 and found[0] == _TMPFS_MAGIC
 

@@ -44,6 +44,10 @@ _RESERVE: Final = 2 << 20
 _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
+class NewerFormatError(ConfigurationError):
+    """A newer sidecar wrote the journal."""
+
+
 @dataclass
 class Contents:
     """What was read of a journal."""
@@ -85,7 +89,7 @@ def header(version: int = FORMAT) -> bytes:
 def decode(data: bytes, path: Path) -> Contents:
     """Reads a whole file; reports damage and reads on behind it.
 
-    Raises ConfigurationError: a newer sidecar wrote it, or it is no journal at all.
+    Raises NewerFormatError: a newer sidecar wrote it; ConfigurationError: it is no journal at all.
     """
     contents = Contents()
     if len(data) < _HEADER.size and header().startswith(data):
@@ -93,14 +97,7 @@ def decode(data: bytes, path: Path) -> Contents:
         contents.torn = len(data)
         return contents
     contents.end = _HEADER.size
-    magic, version, crc = _HEADER.unpack_from(data.ljust(_HEADER.size, b"\0"))
-    begins_well = magic == MAGIC and crc == crc32c.crc32c(data[: _HEADER.size - 4])
-    if begins_well and version > FORMAT:
-        raise ConfigurationError(
-            f"{path} has format {version}, this sidecar reads up to {FORMAT}: a newer version of "
-            "Pannier holds checkpoints there. Start that version, which uploads them, or name "
-            "another --spool; nothing was touched"
-        )
+    begins_well = _check_format(data, path)
     at = _HEADER.size if begins_well else 0
     while at < len(data):
         found = _record_at(data, at)
@@ -122,6 +119,29 @@ def decode(data: bytes, path: Path) -> Contents:
         else:
             contents.torn = len(rest)
     return contents
+
+
+def check_format(directory: Path) -> None:
+    """Raises NewerFormatError when a newer sidecar wrote the journal in that spool."""
+    try:
+        fd = os.open(directory / NAME, os.O_RDONLY | _SAFE)
+    except OSError:
+        return
+    with os.fdopen(fd, "rb") as file, suppress(OSError):
+        _check_format(file.read(_HEADER.size), directory / NAME)
+
+
+def _check_format(data: bytes, path: Path) -> bool:
+    """Whether a file begins as a journal does. Raises NewerFormatError."""
+    magic, version, crc = _HEADER.unpack_from(data.ljust(_HEADER.size, b"\0"))
+    begins_well: bool = magic == MAGIC and crc == crc32c.crc32c(data[: _HEADER.size - 4])
+    if begins_well and version > FORMAT:
+        raise NewerFormatError(
+            f"{path} has format {version}, this sidecar reads up to {FORMAT}: a newer version of "
+            "Pannier holds checkpoints there. Start that version, which uploads them, or name "
+            "another --spool; nothing was touched"
+        )
+    return begins_well
 
 
 class Journal:
@@ -368,4 +388,13 @@ def _sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-__all__ = ["FORMAT", "Contents", "Journal", "decode", "encode", "header"]
+__all__ = [
+    "FORMAT",
+    "Contents",
+    "Journal",
+    "NewerFormatError",
+    "check_format",
+    "decode",
+    "encode",
+    "header",
+]

@@ -22,6 +22,7 @@ from typing import Final, Protocol
 
 from pannier.common import timeouts
 from pannier.common.deadline import within
+from pannier.common.units import size_text
 from pannier.sidecar.save_state import RankSave
 from pannier.sidecar.spool.spool import Spool, SpoolFile
 from pannier.storage.io_threads import reservation_threads
@@ -189,10 +190,14 @@ class MappedFiles:
             try:
                 return await reservation_threads.run(take, undo=self._spool.give)
             except BusyError:
-                if self._replicas is not None and await self._replicas.make_way():
-                    continue
-                if self._copies is None or not await self._copies.evict_oldest():
+                if not await self._make_way():
                     raise
+
+    async def _make_way(self) -> bool:
+        """Gives up what isn't needed for a save; False: there is nothing."""
+        if self._replicas is not None and await self._replicas.make_way():
+            return True
+        return self._copies is not None and await self._copies.evict_oldest()
 
     # Content that stays.
 
@@ -234,6 +239,18 @@ class MappedFiles:
         kept = sum(each.capacity for each in self._unleased() if each.job == job)
         kept += 0 if self._replicas is None else self._replicas.room(job)
         return self._spool.taken_by(job) - kept + self._requested[job]
+
+    def problem_of_another_set(self, job: str) -> str:
+        """Why files as large as all that the job uses don't fit, too; for messages. Empty: they do."""
+        usage, needed = self._spool.usage, self.used_by(job)
+        free = usage.free + self.kept_bytes()
+        free += 0 if self._replicas is None else self._replicas.room(job)
+        if needed <= free:
+            return ""
+        return (
+            f"{size_text(needed)} more for the ranks of this host, and {size_text(free)} are free in the spool "
+            f"{self._spool.directory}, which has {size_text(usage.capacity)} {usage.bound}"
+        )
 
     def kept_bytes(self) -> int:
         """Bytes of the files whose content is kept and that no client has leased."""
@@ -357,17 +374,26 @@ class MappedFiles:
     def request_room(self) -> None:
         """The spool had no room for a request: asks the clients that hold idle files to return them."""
         self.refusals += 1
+        self._request_idle()
+
+    def _request_idle(self) -> None:
         clients = {lease.client for lease in self._leases if lease.idle}
         if clients:
             self._request_room(clients)
 
     async def tick(self) -> None:
-        """Ends leases that were never fetched, frees files that were released. Call it now and then."""
+        """Ends leases that were never fetched, frees files that were released, makes way where memory is short.
+
+        Call it now and then.
+        """
         now = time.monotonic()
         for lease in list(self._leases):
             if lease.connection is None and now - lease.made_at > timeouts.DESCRIPTORS_FETCH_S:
                 await self._end(lease)
         await self._free_held()
+        limit = self._spool.usage.limit
+        if limit is not None and limit.free < 0 and not await self._make_way():
+            self._request_idle()
 
     async def _free_held(self) -> None:
         for _ in range(len(self._held)):

@@ -130,6 +130,7 @@ async def recover(
             elif checked is not None:
                 problems.append((file, checked))
         _handle_problems(rank, problems, saves)
+        _check_claim(rank, saves)
         _resume_uploads(rank, uploads)
     for save in {rank.save.key: rank.save for rank in ranks}.values():
         if save.outcome is not None:
@@ -291,8 +292,7 @@ def _restore(
     outcome: save_pb2.SaveStatus | None,
 ) -> RankSave:
     begun, receipt = state.begun, state.receipt
-    claim = begun.claim if begun.HasField("claim") else None
-    if receipt is not None and claim is not None:
+    if receipt is not None and begun.HasField("claim"):
         receipt.plan_id = begun.plan_id
     rank = saves.restore(
         begun.context,
@@ -304,7 +304,7 @@ def _restore(
             begun.plan_id or (receipt.plan_id if receipt is not None else ""),
             {file.name: file.size for file in begun.files} if begun.planned else None,
         ),
-        claim=claim,
+        claim=begun.claim if begun.claim.part else None,
         receipt=receipt,
         failure=state.failure,
         outcome=outcome,
@@ -312,6 +312,19 @@ def _restore(
     )
     journal.bind(rank, state)
     return rank
+
+
+def _check_claim(rank: RankSave, saves: SaveRegistry) -> None:
+    """Fails a rank whose plan was not confirmed and is described as only other versions of Pannier do."""
+    if rank.phase is Phase.HANDED_OVER and rank.claim is None:
+        saves.fail(
+            rank,
+            save_pb2.FAILURE_KIND_SPOOL,
+            "it was handed over by trainers of another version of Pannier, while no coordinator was there to "
+            "confirm the plan that they used, which this version can't. A spool goes from one version to another "
+            'without a loss when `pannier status` lists no save that is under way: docs/operations.md, "Upgrade '
+            'and rollback"',
+        )
 
 
 def _phase(state: RankState) -> Phase:

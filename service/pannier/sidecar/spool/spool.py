@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import re
+import resource
 import stat
 import threading
 import time
@@ -20,8 +21,11 @@ from pathlib import Path
 from typing import Final
 
 from pannier.common import fault_points, timeouts
+from pannier.common.cgroup import MemoryLimit, memory_limit
+from pannier.common.units import size_text
 from pannier.daemon.listeners import make_private_directory
-from pannier.sidecar.spool.huge_pages import collapse
+from pannier.sidecar.spool.huge_pages import collapse, is_tmpfs
+from pannier.sidecar.spool.lock_holder import lock_holder
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
 from pannier.wire.file_layout import STAMP_BYTES
 
@@ -29,13 +33,14 @@ _log = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"\d{8,}\.data")
 """Names of spool files; no other file of the directory is touched."""
-_LOCKS: Final = Path("/proc/locks")
 _PAGE: Final = 4096
 _SMALL: Final = 1 << 20
 """Spool files up to this size fit any small data file."""
 _BUSY: Final = (errno.EAGAIN, errno.EBUSY)
 _PIECE: Final = 8 << 20  # bytes that are moved into huge pages at a time
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+_NO_FALLOCATE: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+"""The kernel, the file system or a sandbox has no such call."""
 
 
 class SpoolInUseError(ConfigurationError):
@@ -73,8 +78,12 @@ class SpoolUsage:
     """Files that no save uses."""
     capacity: int = 0
     """The most that it can have."""
+    bound: str = ""
+    """What allows no more: ``in its budget``."""
     free: int = 0
     """Free for saves."""
+    limit: MemoryLimit | None = None
+    """Of this process, which pays for the files of a spool in memory; None: it has none, or the spool is on a disk."""
 
 
 class Spool:
@@ -89,7 +98,8 @@ class Spool:
 
         Args:
             directory: has mode 0700 when it is made here.
-            budget: most bytes of all spool files together; None: what the file system has.
+            budget: most bytes of all spool files together; None: what the file system has. In memory, files
+                also stay within this process's memory limit.
 
         Raises ConfigurationError: it can't be used, or another sidecar does.
         """
@@ -108,6 +118,8 @@ class Spool:
         """When a job with free files was last active, as of :meth:`trim`."""
         self._taken = 0
         self._reserved = 0
+        self._requested = 0
+        """Of these bytes: the kernel may not have counted them to this process's memory yet."""
         self._next = 0
         try:
             make_private_directory(directory)
@@ -120,23 +132,41 @@ class Spool:
     def measure(self) -> None:
         """Updates :attr:`usage`, which no lock protects. To be called every second or so."""
         space = os.fstatvfs(self._directory_fd)
-        capacity = min(filter(None, [self._total(space), self.budget]), default=0)
+        limit = self.limit()
         with self._lock:
-            free = max(0, self._room(space))
-            self.usage = SpoolUsage(self._reserved, self._unused(), capacity, free)
+            capacity, bound = self._capacity(space, limit)
+            free = max(0, self._room(space, limit))
+            self.usage = SpoolUsage(self._reserved, self._unused(), capacity, bound, free, limit)
+
+    def limit(self) -> MemoryLimit | None:
+        """See :attr:`SpoolUsage.limit`; as of now."""
+        return memory_limit() if is_tmpfs(self._directory_fd) else None
+
+    @property
+    def too_large(self) -> str:
+        """What to change where this process's memory can't hold as much as the spool may have; "": it can."""
+        limit, fits = self.usage.limit, self.usage.capacity
+        size, _ = self._capacity(os.fstatvfs(self._directory_fd), None)
+        if limit is None or size <= fits:
+            return ""
+        return (
+            f"the spool {self.directory} may have {size_text(size)}, but {limit}: it is kept to "
+            f"{size_text(fits)}; give this container more memory (Kubernetes: SIDECAR_MEMORY), or the spool "
+            "less (SPOOL_SIZE, --spool-budget), or name a --spool (embedded: PANNIER_SPOOL) on a disk"
+        )
 
     def check_fits(self, sizes: Iterable[int]) -> None:
         """Raises ConfigurationError when files of these sizes never fit, even into an empty spool."""
-        total = self._total(os.statvfs(self.directory))
-        room, of = total or None, "on its file system"
-        if self.budget is not None and (room is None or self.budget < room):
-            room, of = self.budget, "in its budget"
+        space, limit = os.statvfs(self.directory), self.limit()
+        with self._lock:
+            room, of = self._capacity(space, limit)
         needed = sum(_whole_pages(size) for size in sizes)
-        if room is not None and needed > room:
+        if room and needed > room:
             raise ConfigurationError(
                 f"the spool {self.directory} is too small for this save: {needed} bytes needed on "
                 f"this host until it is committed, {room} {of} in total; give the sidecar a larger "
                 "--spool-budget, or a --spool (embedded: PANNIER_SPOOL) on a larger file system"
+                + (", such as a disk's" if limit is not None else "")
             )
 
     def take(self, job: str, size: int, *, spare: int = 0) -> SpoolFile:
@@ -157,9 +187,11 @@ class Spool:
             if spare:
                 self._check_spare(_whole_pages(size), spare)
             file, missing = self._choose(job, size)
+            self._requested += missing
             try:
                 self._evict_for(missing, job)
             except BusyError:
+                self._requested -= missing
                 if file is not None:
                     self._free[job].append(file)
                 raise
@@ -180,6 +212,9 @@ class Spool:
                     f"the spool {self.directory} can't be written: {error}"
                 ) from error
             raise
+        finally:
+            with self._lock:
+                self._requested -= missing
         self.measure()
         return file
 
@@ -218,7 +253,7 @@ class Spool:
             _log.warning("%s isn't recycled: a trainer has changed its size", file.path)
 
     def trim(self, active: Collection[str]) -> None:
-        """Removes the unused files of jobs that haven't been ``active`` for a while.
+        """Removes the unused files of jobs that haven't been ``active`` for a while, and where memory is short.
 
         To be called now and then.
         """
@@ -231,6 +266,9 @@ class Spool:
                     del self._active[job]
                     for file in self._free.pop(job):
                         self._remove(file)
+            # Other memory of this process's group has grown.
+            while (limit := self.limit()) is not None and limit.free < 0 and self._evict_one(""):
+                pass
         self.measure()
 
     def collapse(self, may_go_on: Callable[[], bool]) -> None:
@@ -313,7 +351,7 @@ class Spool:
         os.close(self._directory_fd)
 
     def _check_spare(self, size: int, spare: int) -> None:
-        room = self._room(os.statvfs(self.directory))
+        room = self._room(os.statvfs(self.directory), self.limit())
         if room - size < spare:
             raise BusyError(
                 f"the spool {self.directory} has room for {max(0, room)} more bytes, {spare} of "
@@ -327,11 +365,25 @@ class Spool:
         total = (space.f_blocks - space.f_bfree + space.f_bavail) * space.f_frsize
         return total - min(total, self.overhead)
 
-    def _room(self, space: os.statvfs_result) -> int:
+    def _capacity(self, space: os.statvfs_result, limit: MemoryLimit | None) -> tuple[int, str]:
+        """Most bytes of spool files, and what allows no more; with the lock held. 0: that isn't known."""
+        capacity, of = self._total(space), "on its file system"
+        if self.budget is not None and not 0 < capacity <= self.budget:
+            capacity, of = self.budget, "in its budget"
+        if limit is not None:
+            within = max(1, self._reserved - self._requested + limit.free)
+            if not 0 < capacity <= within:
+                capacity, of = within, f"in memory ({limit})"
+        return capacity, of
+
+    def _room(self, space: os.statvfs_result, limit: MemoryLimit | None) -> int:
         """Bytes that could still be taken; with the lock held."""
-        unused = self._unused()
-        room: int = space.f_bavail * space.f_frsize + unused
-        return room if self.budget is None else min(room, self.budget - self._reserved + unused)
+        room: int = space.f_bavail * space.f_frsize
+        if self.budget is not None:
+            room = min(room, self.budget - self._reserved)
+        if limit is not None:
+            room = min(room, limit.free - self._requested)
+        return room + self._unused()
 
     def _unused(self) -> int:
         """Bytes of the files that no save uses; with the lock held."""
@@ -354,9 +406,15 @@ class Spool:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise SpoolInUseError(
-                    f"another sidecar works on the spool {self.directory}{_lock_holder(fd)}; end it (embedded "
+                    f"another sidecar works on the spool {self.directory}{lock_holder(fd)}; end it (embedded "
                     "daemons: `pannier down --runtime-dir DIRECTORY`), or give each its own --spool "
                     "(PANNIER_SPOOL)"
+                ) from error
+            except OSError as error:
+                raise ConfigurationError(
+                    f"the spool {self.directory} can't be locked (flock: {error.strerror}): its file system, such as "
+                    "NFS without locks or Lustre without the mount option flock, has no file locks; name a directory "
+                    "on a local disk or tmpfs (--spool, PANNIER_SPOOL)"
                 ) from error
         except BaseException:
             os.close(fd)
@@ -379,11 +437,15 @@ class Spool:
         return best, max(0, _whole_pages(size) - best.capacity)
 
     def _evict_for(self, missing: int, job: str) -> None:
-        """Removes free files, those of other jobs first, until ``missing`` more bytes are within the budget."""
+        """Removes free files, those of other jobs first, until ``missing`` more bytes are within budget and memory."""
         while self.budget is not None and self._reserved + missing > self.budget:
             if not self._evict_one(job):
                 free = max(0, self.budget - self._reserved)
                 raise self._full(missing, f"{free} free of its budget of {self.budget}")
+        while missing and (limit := self.limit()) is not None and limit.free < self._requested:
+            if limit.free + self._unused() < self._requested or not self._evict_one(job):
+                free = max(0, limit.free - self._requested + missing)
+                raise self._full(missing, f"{free} free, since {limit}")
 
     def _evict_one(self, job: str) -> bool:
         """Removes a free file, one of ``job`` last; False: there is none. With the lock held."""
@@ -396,8 +458,10 @@ class Spool:
     def _reserve(self, file: SpoolFile, missing: int) -> None:
         while missing:
             try:
-                os.posix_fallocate(file.fd, file.capacity, missing)
+                _reserve(file.fd, file.capacity, missing)
             except OSError as error:
+                if error.errno == errno.EFBIG:
+                    raise _too_large(file, missing) from error
                 if error.errno not in _FULL:
                     raise
                 with self._lock:
@@ -439,24 +503,32 @@ class Spool:
         )
 
 
+def _reserve(fd: int, start: int, size: int) -> None:
+    """Takes room for these bytes, which are zero afterwards. Raises OSError: there isn't enough."""
+    try:
+        os.posix_fallocate(fd, start, size)
+    except OSError as error:
+        if error.errno not in _NO_FALLOCATE:
+            raise
+        for offset in range(start, start + size, _PIECE):
+            _write_zeros(fd, offset, min(_PIECE, start + size - offset))
+
+
+def _write_zeros(fd: int, offset: int, size: int) -> None:
+    while size:
+        written = os.pwrite(fd, bytes(size), offset)
+        offset, size = offset + written, size - written
+
+
+def _too_large(file: SpoolFile, missing: int) -> ConfigurationError:
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    given = "no limit" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+    return ConfigurationError(
+        f"the spool file {file.path} can't have {file.capacity + missing} bytes (EFBIG): the sidecar's limit of "
+        f"file sizes (RLIMIT_FSIZE, `ulimit -f`, systemd's LimitFSIZE=) is {given}; raise it, then start the "
+        "sidecar again (embedded daemons have the limit of the trainer that started them: `pannier down`)"
+    )
+
+
 def _whole_pages(size: int) -> int:
     return max(1, -(-size // _PAGE)) * _PAGE
-
-
-def _lock_holder(fd: int) -> str:
-    """The process that holds the lock on a file, for an error's text; "" where the kernel doesn't show it."""
-    found = os.fstat(fd)
-    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    try:
-        locks = _LOCKS.read_text().splitlines()
-    except OSError:  # not there, or not for this user
-        return ""
-    for line in locks:
-        words = line.split()
-        if words[1] == "FLOCK" and words[5] == device:
-            try:
-                arguments = Path(f"/proc/{words[4]}/cmdline").read_bytes()
-            except OSError:  # of another user or namespace, or it has just exited
-                return f" (process {words[4]})"
-            return f" (process {words[4]}: {arguments.rstrip(bytes(1)).replace(bytes(1), b' ').decode(errors='replace')})"
-    return ""
