@@ -5,7 +5,7 @@ from typing import Final
 from pannier.common.rank_phase import has_reached
 from pannier.common.units import size_text
 from pannier.v1 import save_pb2
-from pannier.wire.failures import kind_name
+from pannier.wire.errors import kind_name
 
 _STAGED: Final = save_pb2.RANK_PHASE_STREAMING
 
