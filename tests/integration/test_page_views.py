@@ -253,7 +253,7 @@ def test_all_ranks_and_saves_are_reached_by_keyboard(browser: Browser) -> None:
         expect(page.locator("#pinned b")).to_contain_text("rank 996 on gpu-node-124")
         page.locator("#saves button").last.focus()
         page.keyboard.press("Enter")
-        expect(page.locator("#state")).to_have_text("ABORTED")
+        expect(page.locator("#state")).to_have_text("ABORTED: lost")
         expect(page.locator("#saves button").last).to_be_focused()
     assert browser.complaints == []
 
@@ -267,7 +267,7 @@ def test_the_shown_save_is_marked_and_an_unknown_one_says_so(browser: Browser) -
         expect(marked).to_have_attribute("title", running.checkpoint_id)
         # By its checkpoint id, too.
         show(page, pages, aborted.checkpoint_id)
-        expect(page.locator("#state")).to_have_text("ABORTED")
+        expect(page.locator("#state")).to_have_text("ABORTED: lost")
         expect(marked).to_have_attribute("title", aborted.checkpoint_id)
         expect(marked).to_have_count(1)
         assert browser.complaints == []

@@ -175,7 +175,9 @@ def test_the_stubs_describe_the_protos(tmp_path: Path) -> None:
         check=True,
     )
     described = descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes())
-    files = {file.name: file for file in described.file}
+    # Without those that come with protobuf.
+    ours = [file for file in described.file if file.name.startswith("pannier/")]
+    files = {file.name: file for file in ours}
     assert sorted(files) == [f"pannier/v1/{name}.proto" for name in PROTOS]
     for name in PROTOS:
         stub = descriptor_pb2.FileDescriptorProto()
