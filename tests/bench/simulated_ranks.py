@@ -249,7 +249,7 @@ class Cast:
         begin = time.monotonic()
         await asyncio.gather(*(sidecar.send(reports) for sidecar, reports in to_send))
         for sidecar in self.sidecars:
-            await sidecar.await_status(number, lambda status: bool(status.plan_id))
+            await sidecar.await_status(number, lambda status: bool(status.plan.id))
         return time.monotonic() - begin
 
     def _status(

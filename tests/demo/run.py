@@ -155,7 +155,7 @@ class Progress(threading.Thread):
 
 def planned(save: save_pb2.SaveStatus) -> bool:
     """The coordinator has no part in it any more, until the commit: it has confirmed the plan by which ranks went."""
-    return bool(save.plan_id) and save.state > save_pb2.SAVE_STATE_PLANNING
+    return bool(save.attempt) and save.state > save_pb2.SAVE_STATE_PLANNING
 
 
 def ingested(save: save_pb2.SaveStatus) -> bool:

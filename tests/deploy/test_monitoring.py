@@ -177,6 +177,13 @@ FIRING: dict[str, tuple[list[dict[str, str]], dict[str, str]]] = {
         ],
         AT,
     ),
+    "PannierTrainingWaits": (
+        [
+            series("pannier_ranks_waiting", "0x100 4x20", reason="room", **AT),
+            series("pannier_ranks_waiting", "0x120", reason="commit", **AT),
+        ],
+        {"namespace": "training", "reason": "room"},
+    ),
     "PannierRanksWaitForRoom": (
         [series("pannier_spool_refusals_total", "0+30x120", **AT)],
         AT,
@@ -225,6 +232,11 @@ NOT_FIRING: dict[str, list[dict[str, str]]] = {
         series("pannier_spool_held_bytes", "0x120", **AT),
         series("pannier_spool_leased_bytes", "90x120", **AT),
         series("pannier_spool_capacity_bytes", "100x120", **AT),
+    ],
+    # The first plan takes a moment; the loop itself waits for a commit.
+    "PannierTrainingWaits": [
+        series("pannier_ranks_waiting", "0x109 4x11", reason="plan", **AT),
+        series("pannier_ranks_waiting", "4x120", reason="commit", **AT),
     ],
     # Once: the next request found room.
     "PannierRanksWaitForRoom": [series("pannier_spool_refusals_total", "0x105 7x15", **AT)],

@@ -29,6 +29,8 @@ if "SURVIVE" in os.environ:
     # As where nothing ends them; what this machine's /proc shows doesn't matter here.
     record.write_text(json.dumps({**json.loads(record.read_text()), "ended_by": None}))
 client.async_save({"w": torch.ones(3 << 20)}, checkpoint_id=os.environ["ROOT"] + "/last")
+if "CLOSE" in os.environ:
+    client.close()
 """
 
 
@@ -78,14 +80,17 @@ def test_the_last_save_is_committed_before_the_exit_that_ends_a_container(
     server.clear()
 
 
-def test_where_daemons_survive_the_exit_says_which_process_uploads_the_last_save(
-    embedded: Path, server: GcsServer
+@pytest.mark.parametrize("end", [{}, {"CLOSE": "1"}], ids=["exit", "close"])
+def test_where_daemons_survive_one_line_says_who_commits_the_last_save(
+    embedded: Path, server: GcsServer, end: dict[str, str]
 ) -> None:
-    root = "gs://bucket/laptop"
+    """Also after a preemption, whose loop ends with ``close()``: its operator must see that the step isn't lost."""
+    root = f"gs://bucket/laptop{len(end)}"
     server.fault(**BUSY, times=-1)
-    output = trained(root, embedded, server, SURVIVE="1")
+    output = trained(root, embedded, server, SURVIVE="1", **end)
     supervisor = (embedded / "up.pid").read_text().strip()
-    line = f"pannier: 12.0 MiB of 1 save are uploaded by process {supervisor} after this one ends\n"
+    line = f"pannier: handed over last; the daemons (process {supervisor}) commit it\n"
+    assert output.count("handed over") == 1
     assert line in output
     assert "waiting until" not in output
     assert not committed(root, server)

@@ -10,6 +10,7 @@ import torch
 from pannier.client import Client
 from pannier.v1 import save_pb2
 from support.actors.scripted_sidecar import wait_until
+from support.processes.cli import pannier
 from support.processes.daemons import Daemons
 from support.processes.ranks import start_ranks
 from support.processes.steering import TRAINER, order, outcome
@@ -84,7 +85,9 @@ def test_a_stopped_daemon_is_named_and_the_save_goes_on_when_it_does(
 
     with caplog.at_level(logging.INFO, "pannier"):
         daemons.sidecar.pause()
-        unresponsive = re.compile(r"the sidecar at .* \(last seen ([5-9]|\d\d) s ago\)")
+        unresponsive = re.compile(
+            rf"the sidecar at .* \(last seen ([5-9]|\d\d) s ago; its process {daemons.sidecar.pid} is stopped: `kill"
+        )
         wait_until(lambda: unresponsive.match(handle.status().waiting_on) is not None)
 
         def warned() -> list[str]:
@@ -93,7 +96,19 @@ def test_a_stopped_daemon_is_named_and_the_save_goes_on_when_it_does(
         wait_until(lambda: len(warned()) > 0)
         assert len(warned()) == 1
         assert re.match(r"the sidecar at .* does not respond, last seen", warned()[0])
+        assert f"its process {daemons.sidecar.pid} is stopped" in warned()[0]
         wait_until(lambda: "node-0 is attached but unresponsive" in daemons.coordinator.log())
+        # The rank itself is fine.
+        await_save(
+            daemons.coordinator_address,
+            target,
+            lambda status: (
+                "(host node-0, whose sidecar does not respond, " in status.waiting_on.text
+            ),
+        )
+        status = pannier("status", "--address", daemons.sidecar_address)
+        assert status.code == 3
+        assert f"its process {daemons.sidecar.pid} is stopped: `kill -CONT" in status.err
         daemons.sidecar.resume()
         server.clear()
         handle.result(BOUND_S)

@@ -315,7 +315,7 @@ def test_a_save_that_needs_the_room_takes_it_and_says_so(daemons: Daemons) -> No
     )
     (gone,) = listed(daemons.sidecar_address).evicted_copies
     assert (gone.checkpoint_id, gone.reason) == (f"{root}/step-1", "the spool is full")
-    shown = pannier("status", "--address", daemons.sidecar_address)
+    shown = pannier("status", "-o", "wide", "--address", daemons.sidecar_address)
     assert re.search(
         rf"no longer here: 20.0 MiB of {root}/step-1: the spool is full, .* ago\n", shown.out
     )

@@ -1,5 +1,7 @@
 """Storage that is gone for longer than any save's deadline: saves are lost, training isn't held up."""
 
+import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,8 @@ from pannier.client.config import load_settings
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts
 from pannier.wire.errors import BusyError, PannierError, SaveSkippedError
+from support.actors.scripted_sidecar import wait_until
+from support.processes.cli import pannier
 from support.processes.daemons import Daemons
 from support.processes.stretch import BOUND_S
 from support.storage.gcs_server import GcsServer
@@ -116,3 +120,31 @@ def test_a_plan_that_storage_delays_is_a_skip_where_the_loop_skips(
             handle.result(BOUND_S)
     server.clear()
     client.save(changed, checkpoint_id="gs://bucket/run/step-3", timeout=BOUND_S)
+
+
+def test_training_that_stands_still_is_shown_while_it_does_and_no_longer(
+    server: GcsServer, client: Client
+) -> None:
+    client.save(STATE, checkpoint_id="gs://bucket/still/first")
+    server.fault(kind="status", status=503, times=-1)
+    for number in range(IN_FLIGHT):
+        client.async_save(STATE, checkpoint_id=f"gs://bucket/still/step-{number}")
+    waiting = threading.Thread(
+        target=client.async_save, args=(STATE,), kwargs={"checkpoint_id": "gs://bucket/still/last"}
+    )
+    waiting.start()
+    sidecar = os.environ["PANNIER_SIDECAR"]
+    coordinator = sidecar.replace("s0.sock", "c.sock")
+
+    def shown(address: str) -> str:
+        return pannier("status", "--address", address).out
+
+    line = re.compile(r"training waits: 1 rank in async_save of last for \d+ s \(room\)")
+    for address in (sidecar, coordinator):
+        wait_until(lambda address=address: line.search(shown(address)) is not None)
+    assert waiting.is_alive()
+    server.clear()
+    waiting.join(BOUND_S)
+    assert not waiting.is_alive()
+    for address in (sidecar, coordinator):
+        wait_until(lambda address=address: "training waits" not in shown(address))

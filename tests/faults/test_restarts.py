@@ -63,7 +63,7 @@ def test_a_sidecar_that_lost_its_spool_fails_what_it_held_soon_and_by_name(
     daemons.sidecar.start()
     with pytest.raises(SaveAbortedError, match=r"rank 0 .*no longer holds") as caught:
         handle.result(BOUND_S)
-    assert {r: f.kind for r, f in caught.value.failures.items()} == {0: save_pb2.FAILURE_KIND_LOST}
+    assert {r: f.kind for r, f in caught.value.failures.items()} == {0: "LOST"}
     wait_until(lambda: decisions_alone(server, f"{name}/step-1"))
     client.save(STATE, checkpoint_id=f"gs://bucket/{name}/step-2", timeout=BOUND_S)
     assert f"{name}/step-2/.metadata" in listed(server, name)

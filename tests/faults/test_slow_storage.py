@@ -141,7 +141,7 @@ def test_a_refusal_in_the_middle_reaches_the_handle_with_rank_host_object_and_ca
         handle.result(BOUND_S)
     for word in ("rank 0", "node-0", ".distcp", "401", says, "check which credentials"):
         assert word in str(caught.value), word
-    assert caught.value.failures[0].kind == save_pb2.FAILURE_KIND_STORAGE
+    assert caught.value.failures[0].kind == "STORAGE"
     assert server.faults()[0]["hits"] == 1
     deadline = time.monotonic() + BOUND_S
     while server.sessions() or not decisions_alone(server, "refused/step-1"):

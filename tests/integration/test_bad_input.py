@@ -20,7 +20,6 @@ from pannier.client import (
     VersionMismatchError,
 )
 from pannier.client.config import load_settings
-from pannier.v1 import save_pb2
 from support.actors.scripted_sidecar import wait_until
 from support.processes.daemons import Daemons, await_serving, clean_environment
 from support.processes.processes import Process, python
@@ -254,4 +253,4 @@ def test_what_never_fits_into_the_spool_is_refused_with_both_sizes(
     state = {"w": torch.ones(5_000_000)}
     with pytest.raises(SaveAbortedError, match="15000000") as caught:
         client.save(state, checkpoint_id="gs://bucket/run/too-big", on_busy="wait")
-    assert caught.value.failures[0].kind == save_pb2.FAILURE_KIND_SPOOL
+    assert caught.value.failures[0].kind == "SPOOL"

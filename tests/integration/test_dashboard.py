@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pannier.common.message_json import seconds_of
 from support.actors.hand import Party
 from support.network.prometheus import scraping
 from support.network.status_pages import get, until
@@ -78,7 +79,7 @@ def test_the_dashboard_shows_what_page_and_watch_show(tmp_path: Path) -> None:
         waiting = prometheus.panel("Waiting for storage, by host")
         assert waiting == {sidecar: int(listed["bytes_queued"])}
         assert prometheus.panel("Last committed step") == {"job": 30}
-        age = time.time() - (before.created_at + before.committed_s)
+        age = time.time() - (seconds_of(before.created_at) + before.committed_s)
         assert prometheus.panel("Age of the last commit")["job"] == pytest.approx(age, abs=2)
         assert prometheus.panel("Connected ranks") == {"job": len(save["ranks"])}
         assert prometheus.panel("Sidecars attached") == {"": 1}

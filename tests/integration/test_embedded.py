@@ -1,6 +1,8 @@
 """The client with nothing configured: its own daemons, on this machine, for real."""
 
+import fcntl
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,8 +14,9 @@ import torch.distributed.checkpoint as dcp
 
 from pannier.client.client import Client
 from pannier.client.config import load_settings
-from pannier.wire.errors import ConfigurationError
+from pannier.wire.errors import ConfigurationError, UnavailableError
 from support.network.several_hosts import listeners
+from support.processes.cli import pannier
 from support.processes.daemons import Daemons
 from support.processes.ranks import start_ranks
 from support.processes.stretch import BOUND_S
@@ -232,8 +235,11 @@ def test_ranks_of_one_host_open_no_port_whatever_the_launcher_says(
     assert torch.equal(load(tmp_path / "step-1", w=torch.ones(10))["w"], torch.ones(10))
 
 
-def test_a_trainer_with_another_endpoint_is_refused_and_one_with_new_credentials_is_not(
-    embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_trainer_with_another_endpoint_is_refused_and_one_with_new_credentials_gets_new_daemons(
+    embedded: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     state = {"w": torch.ones(10)}
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
@@ -252,8 +258,16 @@ def test_a_trainer_with_another_endpoint_is_refused_and_one_with_new_credentials
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "rotated")
     with Client(load_settings()) as client:
+        # Idle daemons would go on with what may have expired.
         client.save(state, checkpoint_id=tmp_path / "step-2")
-    assert running(embedded) == before
+        new = running(embedded)
+        assert not set(new) & set(before)
+
+        monkeypatch.setenv("AWS_SESSION_TOKEN", "rotated again")
+        with Client(load_settings()) as other:
+            other.save(state, checkpoint_id=tmp_path / "step-3")
+        assert "other credentials" in caplog.text
+        assert running(embedded) == new
 
 
 def test_an_embedded_sidecar_uses_the_coordinator_that_is_named(
@@ -267,3 +281,81 @@ def test_an_embedded_sidecar_uses_the_coordinator_that_is_named(
     assert "sidecar" in sidecar.cmdline()
     assert not (embedded / "coordinator.sock").exists()
     assert torch.equal(load(tmp_path / "step-1", w=torch.ones(10))["w"], torch.ones(10))
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Perhaps as a zombie."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+_ONE_SAVE = """
+import os, torch
+from pannier import client
+client.save({"w": torch.ones(1000)}, checkpoint_id=os.environ["ROOT"] + "/step-2")
+"""
+
+
+def test_a_cleaner_of_tmp_leaves_the_runtime_directory_alone(
+    embedded: Path, tmp_path: Path
+) -> None:
+    with Client(load_settings()) as client:
+        client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-1")
+        fd = os.open(embedded, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            # So does systemd-tmpfiles before it removes anything below a directory.
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("removed", ["sockets", "directory"])
+def test_saves_go_on_when_a_cleaner_has_removed_the(
+    removed: str, embedded: Path, tmp_path: Path
+) -> None:
+    with Client(load_settings()) as client:
+        client.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "step-1")
+        before = running(embedded)
+        if removed == "directory":
+            shutil.rmtree(embedded)
+        else:
+            for socket in embedded.glob("*.sock*"):
+                socket.unlink()
+        # Another trainer finds the same daemons again, and starts no others.
+        environment = {
+            "PANNIER_RUNTIME_DIR": str(embedded),
+            "PANNIER_SPOOL": os.environ["PANNIER_SPOOL"],
+            "ROOT": str(tmp_path),
+        }
+        with start_ranks(_ONE_SAVE, 1, environment, torchrun=False) as ranks:
+            ranks.wait(BOUND_S).check()
+        assert running(embedded)[0] == before[0]
+        # The one that was connected saves another structure.
+        client.save({"v": torch.ones(2000)}, checkpoint_id=tmp_path / "step-3")
+    assert load(tmp_path / "step-2", w=torch.ones(1000))
+    assert "step-3" in pannier("status", env=environment).out
+    assert "the daemons have exited" in pannier("down", env=environment).out
+    assert has_ended(before[0])
+
+
+def test_daemons_whose_directory_was_removed_just_now_are_ended_by_down(
+    embedded: Path, tmp_path: Path
+) -> None:
+    with Client(load_settings()) as client:
+        client.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "step-1")
+    (supervisor, *_) = running(embedded)
+    shutil.rmtree(embedded)
+    ended = pannier("down", "--runtime-dir", str(embedded))
+    assert "the daemons have exited" in ended.out, ended
+    assert has_ended(supervisor)
+
+
+def test_a_coordinator_that_refuses_its_configuration_is_an_error_at_once(
+    embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PANNIER_KEEP_NEWEST", "many")
+    with (
+        Client(load_settings()) as client,
+        pytest.raises(UnavailableError, match=r"(?s)exited while starting.*PANNIER_KEEP_NEWEST"),
+    ):
+        client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-1")

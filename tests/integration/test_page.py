@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,8 @@ def test_page_status_watch_and_metrics_say_the_same_during_a_save(
     coordinator = Scrape(site.coordinator)
     assert coordinator.value("pannier_last_committed_step", training_job="job") == 31
     committed = coordinator.value("pannier_last_commit_timestamp_seconds", training_job="job")
-    assert committed == pytest.approx(ended["created_at"] + ended["committed_s"], abs=0.01)
+    began = datetime.fromisoformat(ended["created_at"])
+    assert committed == pytest.approx(began.timestamp() + ended["committed_s"], abs=0.01)
     total = sum(int(rank["bytes_durable"]) for rank in ended["ranks"])
     assert total == int(ended["bytes_total"])
     assert _moved(Scrape(site.sidecar))["durable"] - before["durable"] == total

@@ -109,7 +109,9 @@ def test_the_page_fits_and_is_legible(browser: Browser, tmp_path: Path, view: Vi
         assert box["y"] + box["height"] < 860 or view.width == 390
         heading = page.locator("#slowest").bounding_box()
         assert heading is not None
-        assert heading["y"] > box["y"] + box["height"]
+        # The table is below the picture, on a large screen beside it.
+        beside = heading["x"] > box["x"] + box["width"]
+        assert beside if view.width == 1920 else heading["y"] > box["y"] + box["height"]
     assert path.stat().st_size > 10_000
     illegible = {name: value for name, value in measured["texts"].items() if value < 4.5}
     assert not illegible
@@ -117,8 +119,7 @@ def test_the_page_fits_and_is_legible(browser: Browser, tmp_path: Path, view: Vi
     assert list(colours) == PHASES
     assert len({colour for colour, _ in colours.values()}) == len(PHASES)
     faint = {name: value for name, (_, value) in colours.items() if value < 3}
-    # Nothing is there yet.
-    assert list(faint) == ["MISSING"]
+    assert not faint
     assert browser.complaints == []
 
 

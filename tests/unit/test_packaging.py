@@ -202,16 +202,36 @@ def packages() -> set[str]:
 def test_every_package_is_typed_and_checked() -> None:
     tools = pyproject()["tool"]
     assert set(tools["mypy"]["packages"]) == packages()
-    assert set(tools["importlinter"]["root_packages"]) == packages()
     for root in ROOTS:
         for package in (REPOSITORY / root / "pannier").iterdir():
             if f"pannier.{package.name}" in packages():
                 assert (package / "py.typed").exists(), package
 
 
-def test_the_namespace_has_no_init() -> None:
-    for root in ROOTS:
-        assert not (REPOSITORY / root / "pannier" / "__init__.py").exists()
+def test_the_version_is_that_of_the_distribution_and_read_when_asked_for() -> None:
+    program = (
+        "import sys, pannier\n"
+        "assert 'importlib.metadata' not in sys.modules\n"
+        "assert not hasattr(pannier, 'versoin')\n"
+        "print(pannier.__version__)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path}\n{program}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert out.strip() == pyproject()["project"]["version"]
+
+
+def test_the_layers_of_all_three_roots_are_checked() -> None:
+    """The tool looks for modules where the imported ``pannier`` says that they are."""
+    import pannier
+
+    assert {*pannier.__path__} >= {str(REPOSITORY / root / "pannier") for root in ROOTS}
+    assert pyproject()["tool"]["importlinter"]["root_package"] == "pannier"
+    assert "import pannier; from importlinter.cli" in (REPOSITORY / "Makefile").read_text()
+    assert "make check-layers" in (REPOSITORY / ".pre-commit-config.yaml").read_text()
 
 
 def test_the_wheel_holds_all_three_roots(tmp_path: Path) -> None:

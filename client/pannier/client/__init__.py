@@ -29,7 +29,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from pannier.client.client import Client, close, default_client
-from pannier.client.conversion.export import FORMAT, MAX_FILE_BYTES, ExportResult, Progress
+from pannier.client.conversion.export import FORMAT, MAX_FILE_BYTES, ExportResult, Format, Progress
 from pannier.client.conversion.export import export as export_checkpoint
 from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.default_factory import configure, default_settings, raise_unretrieved
@@ -37,9 +37,11 @@ from pannier.client.handle import SaveHandle, SaveResult, SaveStatus
 from pannier.client.integrations.dcp_patch import patch_dcp
 from pannier.client.loading import catalog
 from pannier.client.loading.catalog import CheckpointInfo
+from pannier.client.loading.filesystem import MissingError
 from pannier.client.loading.load import load as load_checkpoint
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import console
+from pannier.client.options import OnBusy, Staging
 from pannier.client.ranks.load_error import LoadError
 from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import LoadResult
@@ -56,13 +58,17 @@ from pannier.wire.errors import (
     CommitCallbackError,
     ConfigurationError,
     DeadlineError,
+    Failure,
+    ForbiddenError,
     InDoubtError,
     IntegrityError,
     InvalidRequestError,
+    OverloadedError,
     PannierError,
     SaveAbortedError,
     SaveSkippedError,
     StorageError,
+    UnauthenticatedError,
     UnavailableError,
     VersionMismatchError,
 )
@@ -81,9 +87,9 @@ def async_save(
     async_stager: Any = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-    on_busy: str = "wait",
+    on_busy: OnBusy = "wait",
     timeout: float | None = None,
-    staging: str = "blocking",
+    staging: Staging = "blocking",
     metrics: Mapping[str, Any] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
     on_commit: Callable[[SaveResult], object] | None = None,
@@ -141,7 +147,7 @@ def save(
     process_group: Any = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-    on_busy: str = "wait",
+    on_busy: OnBusy = "wait",
     timeout: float | None = None,
     metrics: Mapping[str, Any] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
@@ -251,7 +257,8 @@ def load(
         IntegrityError: with ``verify``, bytes of a file differ from those that were saved; names the
             file. ``state_dict`` is then filled in part.
         InvalidRequestError: an argument can't be accepted.
-        StorageError: there is no such checkpoint, or ``.metadata`` can't be read.
+        MissingError: there is no such checkpoint; also a FileNotFoundError.
+        StorageError: ``.metadata`` can't be read.
         LoadError: anything else; with failures by rank, which include ranks that ended or did not
             arrive in time. It is also torch's ``CheckpointException``. If a rank ended or stopped
             while the ranks exchanged their plans, the process group may no longer be usable.
@@ -303,7 +310,7 @@ def export(
     checkpoint_id: str | os.PathLike[str],
     directory: str | os.PathLike[str],
     *,
-    format: str = FORMAT,
+    format: Format = FORMAT,
     prefix: str = "",
     keys: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
@@ -340,7 +347,8 @@ def export(
         InvalidRequestError: an argument can't be accepted; a chosen value isn't a tensor that safetensors
             can hold (names its key); the directory isn't empty; this is a rank of a process group.
         ConfigurationError: safetensors isn't installed.
-        StorageError: there is no such checkpoint, or it can't be read; the directory can't be written.
+        MissingError: there is no such checkpoint; also a FileNotFoundError.
+        StorageError: it can't be read; the directory can't be written.
         IntegrityError: a part of a tensor is missing, or bytes are damaged.
     """
     return export_checkpoint(
@@ -368,12 +376,16 @@ __all__ = [
     "ConfigurationError",
     "DeadlineError",
     "ExportResult",
+    "Failure",
+    "ForbiddenError",
     "Guard",
     "InDoubtError",
     "IntegrityError",
     "InvalidRequestError",
     "LoadError",
     "LoadResult",
+    "MissingError",
+    "OverloadedError",
     "PannierError",
     "SaveAbortedError",
     "SaveHandle",
@@ -383,6 +395,7 @@ __all__ = [
     "StorageError",
     "StorageReader",
     "StorageWriter",
+    "UnauthenticatedError",
     "UnavailableError",
     "VersionMismatchError",
     "advice",
@@ -401,3 +414,8 @@ __all__ = [
     "save",
     "wait_all",
 ]
+
+for _exported in [globals()[name] for name in __all__]:
+    if isinstance(_exported, type) and issubclass(_exported, PannierError):
+        # So that a traceback has the name that an ``except`` needs.
+        _exported.__module__ = __name__

@@ -30,6 +30,7 @@ from pannier.client.loading.load import recent_seconds
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.messages import wait_log
 from pannier.client.messages.call_errors import at_call
+from pannier.client.options import OnBusy, Staging
 from pannier.client.restore.load_report import LoadReporter
 from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.load_sharing import LoadSharing
@@ -42,6 +43,7 @@ from pannier.client.transport.save_errors import has_plan_changed
 from pannier.common import save_interval
 from pannier.common.deadline import Deadline
 from pannier.common.save_interval import Advice
+from pannier.v1 import save_pb2
 from pannier.wire.errors import (
     InvalidRequestError,
     PannierError,
@@ -101,9 +103,9 @@ class Client:
         async_stager: Any = None,
         no_dist: bool = False,
         use_collectives: bool = True,
-        on_busy: str = "wait",
+        on_busy: OnBusy = "wait",
         timeout: float | None = None,
-        staging: str = "blocking",
+        staging: Staging = "blocking",
         metrics: Mapping[str, Any] | None = None,
         extra_files: Mapping[str, bytes] | None = None,
         on_commit: Callable[[SaveResult], object] | None = None,
@@ -245,8 +247,12 @@ class Client:
         self, state_dict: Mapping[str, Any], storage_writer: Any, arguments: Mapping[str, Any]
     ) -> SaveResult:
         handle = self.async_save(state_dict, storage_writer, **arguments)
+        checkpoint_id = handle.status().checkpoint_id
         with wait_log.logged(
-            f"save to {handle.status().checkpoint_id}", lambda: handle.status().waiting_on
+            f"save to {checkpoint_id}",
+            lambda: handle.status().waiting_on,
+            of=("save", checkpoint_id),
+            why=save_pb2.WAIT_REASON_COMMIT,
         ):
             return handle.result()
 
@@ -317,7 +323,12 @@ class Client:
             DeadlineError: some have not after ``timeout`` seconds; names them.
             PannierError: one failed and its error was not retrieved.
         """
-        with wait_log.logged("wait_all", self._factory.saves.__str__):
+        with wait_log.logged(
+            "wait_all",
+            self._factory.saves.__str__,
+            of=("wait_all", ""),
+            why=save_pb2.WAIT_REASON_COMMIT,
+        ):
             self._factory.saves.wait(timeout)
         self._factory.saves.errors.raise_all()
 

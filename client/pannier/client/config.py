@@ -4,6 +4,7 @@ In: environment variables and overrides. Out: one validated, immutable record. R
 client is first used.
 """
 
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -17,6 +18,9 @@ from pannier.wire import addresses, limits, object_names
 from pannier.wire.auth_token import VARIABLE, TokenFile
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 from pannier.wire.tls import VARIABLES, Tls, is_unix, tls_of
+from pannier.wire.variables import misspelt
+
+_log = logging.getLogger(__name__)
 
 _PREFIX = "PANNIER_"
 _LONGEST_SAVE_S = 7 * 86400
@@ -185,6 +189,9 @@ def load_settings(**overrides: Any) -> Settings:
     Raises:
         ConfigurationError: naming the variable (or the override) and its value.
     """
+    if os.environ.get("RANK", "0") == "0":
+        for text in misspelt(os.environ):
+            _log.warning("%s", text)
     unknown = sorted(set(overrides) - set(Settings.model_fields))
     if unknown:
         raise ConfigurationError(

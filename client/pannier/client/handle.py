@@ -23,13 +23,14 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from pannier.client.interrupts import Condition, SafeFuture
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.user_errors import add_note, description, without_frames
-from pannier.v1 import save_pb2
 from pannier.wire.errors import (
     CommitCallbackError,
+    Failure,
     InDoubtError,
     PannierError,
     SaveAbortedError,
     SaveSkippedError,
+    failure_messages,
 )
 
 T = TypeVar("T")
@@ -65,8 +66,8 @@ class SaveStatus:
     """As ``pannier status`` takes it: job/incarnation/group/number."""
     checkpoint_id: str
     attempt: str
-    save_state: save_pb2.SaveState
-    """As an enum; see :attr:`state`."""
+    state: str
+    """``PLANNING``, ``STAGING``, ``INGESTED``, ``UPLOADING``, ``COMMITTED``, ``ABORTED``, ``IN_DOUBT`` or ``SKIPPED``."""
     bytes: int
     """What this rank staged."""
     bytes_ingested: int
@@ -75,7 +76,7 @@ class SaveStatus:
     """What all ranks write, as far as it is known."""
     waiting_on: str
     """What the save waits for; empty for nothing."""
-    failures: Mapping[int, save_pb2.Failure] = field(default_factory=dict)
+    failures: Mapping[int, Failure] = field(default_factory=dict)
     """By rank."""
     transport: str = ""
     """How this rank's bytes reach its sidecar: ``mapped``, or ``streamed`` and why; empty until
@@ -87,14 +88,9 @@ class SaveStatus:
     """Of this rank's bytes, what its sidecar has sent to storage."""
 
     @property
-    def state(self) -> str:
-        """``PLANNING``, ``STAGING``, ``INGESTED``, ``UPLOADING``, ``COMMITTED``, ``ABORTED``, ``IN_DOUBT`` or ``SKIPPED``."""
-        return save_pb2.SaveState.Name(self.save_state).removeprefix("SAVE_STATE_")
-
-    @property
     def percent(self) -> int:
         """How much of this rank's bytes is in storage; 100 when the save is committed, not before."""
-        if self.save_state == save_pb2.SAVE_STATE_COMMITTED:
+        if self.state == "COMMITTED":
             return 100
         return min(99, 100 * self.bytes_uploaded // self.bytes) if self.bytes else 0
 
@@ -187,7 +183,7 @@ def _raise(failed: Sequence[Outcome]) -> None:
     if len(raised) == 1:
         raise raised[0]
     # By rank, the cause of the earliest save counts.
-    failures = [f for error in reversed(raised) for f in error.failures.values()]
+    failures = [f for error in reversed(raised) for f in failure_messages(error)]
     # A save in doubt must not be raised as an aborted one, and the error of a commit callback, whose save
     # is committed, must not hide either.
     order = (InDoubtError, SaveAbortedError)
@@ -345,9 +341,7 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
         self._callbacks = CommitCallbacks(UnretrievedErrors())
         self._guard = threading.Lock()
         self._ended = False
-        self._status = SaveStatus(
-            save_id, checkpoint_id, "", save_pb2.SAVE_STATE_PLANNING, 0, 0, 0, ""
-        )
+        self._status = SaveStatus(save_id, checkpoint_id, "", "PLANNING", 0, 0, 0, "")
 
     @property
     def staging_completion(self) -> Future[None]:  # type: ignore[override]
@@ -492,8 +486,6 @@ def skipped(save: str, checkpoint_id: str, error: SaveSkippedError) -> SaveHandl
     """A handle of a save that the user's own ``on_busy="skip"`` ended."""
     handle = SaveHandle(save, checkpoint_id)
     resolver = Resolver(handle)
-    resolver.update(
-        lambda status: dataclasses.replace(status, save_state=save_pb2.SAVE_STATE_SKIPPED)
-    )
+    resolver.update(lambda status: dataclasses.replace(status, state="SKIPPED"))
     resolver.fail(error, quietly=True)
     return handle

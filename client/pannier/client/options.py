@@ -7,7 +7,7 @@ In: arguments with torch's names. Out: checked ones, or an InvalidRequestError
 import os
 import posixpath
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -16,8 +16,8 @@ from pannier.common.locations import absolute, parse
 from pannier.wire import limits, object_names
 from pannier.wire.errors import InvalidRequestError
 
-ON_BUSY: Final = ("wait", "skip", "raise")
-STAGING: Final = ("blocking", "overlapped")
+OnBusy: TypeAlias = Literal["wait", "skip", "raise"]
+Staging: TypeAlias = Literal["blocking", "overlapped"]
 
 
 def checkpoint_path(checkpoint_id: str | os.PathLike[str] | None) -> str:
@@ -45,8 +45,8 @@ def reported_path(checkpoint_id: Any) -> str:
 
 
 def check_on_busy(on_busy: str) -> None:
-    """Raises InvalidRequestError unless it is one of :data:`ON_BUSY`."""
-    if on_busy not in ON_BUSY:
+    """Raises InvalidRequestError unless it is an :data:`OnBusy`."""
+    if on_busy not in get_args(OnBusy):
         raise InvalidRequestError(f"on_busy={on_busy!r}: use 'wait', 'skip' or 'raise'")
 
 
@@ -88,8 +88,8 @@ def check_extra_files(files: Any) -> dict[str, bytes]:
 
 
 def check_staging(staging: str) -> None:
-    """Raises InvalidRequestError unless it is one of :data:`STAGING`."""
-    if staging not in STAGING:
+    """Raises InvalidRequestError unless it is a :data:`Staging`."""
+    if staging not in get_args(Staging):
         raise InvalidRequestError(f"staging={staging!r}: use 'blocking' or 'overlapped'")
 
 

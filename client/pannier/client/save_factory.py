@@ -41,7 +41,7 @@ from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.common.save_interval import SaveCost
-from pannier.v1 import plan_pb2, sidecar_pb2
+from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import DeadlineError, InvalidRequestError, PannierError
 
 _log = logging.getLogger(__name__)
@@ -159,13 +159,19 @@ class SaveFactory:
             on_deferred: called with copies that outlast this call.
         """
         began = time.monotonic()
-        wait = wait_log.Wait(f"async_save to {call.checkpoint_id}", self._sidecar)
+        wait = wait_log.Wait(
+            f"async_save to {call.checkpoint_id}",
+            self._sidecar,
+            of=("async_save", call.checkpoint_id),
+            why=save_pb2.WAIT_REASON_SIDECAR,
+        )
         try:
             planned = call.plan_ahead(state_dict, planner)
             sidecar = call.member.sidecar()
             context = call.context(sidecar)
-            wait.reason = lambda: (
-                f"room, which PANNIER_MAX_IN_FLIGHT earlier saves hold: {self.saves}"
+            wait.change(
+                lambda: f"room, which PANNIER_MAX_IN_FLIGHT earlier saves hold: {self.saves}",
+                save_pb2.WAIT_REASON_ROOM,
             )
             slot = self.slots.admit(on_busy, deadline.remaining())
         except BaseException:
@@ -208,7 +214,7 @@ class SaveFactory:
         try:
             task = aside(begin)
             handle = task.handle
-            wait.reason = lambda: handle.status().waiting_on or _plan()
+            wait.change(lambda: handle.status().waiting_on or _plan(), save_pb2.WAIT_REASON_PLAN)
             spec = planned or stage_plan.save_spec(context, state_dict, planner)
 
             def request_plan(run: PlannerRun) -> plan_pb2.FinalPlan:
@@ -234,7 +240,10 @@ class SaveFactory:
 
             unconfirmed = None if plan.is_confirmed else plan.part
             task.planned(plan.attempt, plan.plan_id, unconfirmed, drop_part)
-            wait.reason = lambda: f"memory for staging; saves in progress: {self.saves}"
+            wait.change(
+                lambda: f"memory for staging; saves in progress: {self.saves}",
+                save_pb2.WAIT_REASON_ROOM,
+            )
             arena = self.slots.stage(
                 slot,
                 lambda: sidecar.arena(self.slots.pool, plan.sizes),
@@ -270,10 +279,15 @@ class SaveFactory:
         """Plans and reserves memory for saves to come."""
         timeout_s = self.settings.plan_timeout
         pool = self.slots.pool
-        with wait_log.logged(f"prepare for {call.checkpoint_id}", self._sidecar) as wait:
+        with wait_log.logged(
+            f"prepare for {call.checkpoint_id}",
+            self._sidecar,
+            of=("prepare", call.checkpoint_id),
+            why=save_pb2.WAIT_REASON_SIDECAR,
+        ) as wait:
             planned = call.plan_ahead(state_dict, planner)
             sidecar = call.member.sidecar()
-            wait.reason = _plan
+            wait.change(_plan, save_pb2.WAIT_REASON_PLAN)
             context = call.context(sidecar)
             spec = planned or stage_plan.save_spec(context, state_dict, planner)
             call.mark_planned()
@@ -372,7 +386,7 @@ class SaveFactory:
         self.saves.drop_interrupted()
         # Unless it was interrupted, the interpreter has waited until all are sent.
         unsent = self.saves.abandon("not handed over to the sidecar", unsent_only=True)
-        if not unsent and self._must_wait(exits=True):
+        if not unsent and self._must_wait():
             self._wait_at_exit()
         self.saves.abandon()
         self._disconnect(self._members())
@@ -397,25 +411,29 @@ class SaveFactory:
         if not (self.saves or self.saves.errors):
             exit_hooks.let_go(self)
 
-    def _must_wait(self, *, exits: bool = False) -> bool:
+    def _must_wait(self) -> bool:
         """Whether the embedded daemons may end with this process, so that it waits for their commits.
 
-        Logs, once per host, what it waits for, or, where the process ``exits``, which process commits it.
+        Logs, once per host, what it waits for, or what it leaves to the daemons.
         """
-        if not self.settings.embedded:
-            return False
-        daemons = [found for member in self._members() if (found := member.daemons())]
+        daemons = []
+        if self.settings.embedded:
+            daemons = [found for member in self._members() if (found := member.daemons())]
         ended_by = next((each.ended_by for each in daemons if each.ended_by is not None), None)
-        left = self.saves.uncommitted_size()
-        if left and os.environ.get("LOCAL_RANK", "0") == "0":
+        saves, left = self.saves.names(), self.saves.uncommitted_size()
+        if left and not self.is_closed and os.environ.get("LOCAL_RANK", "0") == "0":
             names = " and ".join(each.name for each in daemons)
             if ended_by is not None:
                 console.info(
                     "waiting until %s are committed: %s may end with this process, by %s",
                     *(left, names, ended_by),
                 )
-            elif exits:
-                console.info("%s are uploaded by %s after this one ends", left, names)
+            else:
+                console.info(
+                    "handed over %s; the daemons%s commit %s",
+                    *(" and ".join(saves), f" ({names})" if names else ""),
+                    "them" if len(saves) > 1 else "it",
+                )
         return ended_by is not None
 
     @shielded

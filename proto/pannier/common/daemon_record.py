@@ -13,6 +13,7 @@ import os
 import pwd
 import re
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,10 @@ _DECISIVE: Final = re.compile(
 _PANNIERS_OWN: Final = re.compile(r"PANNIER_\w+")
 _ROTATING: Final = re.compile(r"FSSPEC_\w*(KEY|SECRET|TOKEN|PASSWORD)\w*")
 """Credentials may change every hour and don't change the destination."""
+_CREDENTIALS: Final = re.compile(
+    r"AWS_(ACCESS_KEY_ID|SECRET_ACCESS_KEY|SESSION_TOKEN|SECURITY_TOKEN)|" + _ROTATING.pattern
+)
+"""Credentials themselves: a process keeps those that it was started with."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,10 @@ class DaemonRecord:
     """Whether they exit when they are idle, as those that a client started do."""
     ended_by: str | None = "an earlier version, which doesn't say what ends them"
     """See :func:`pannier.common.lifetime.ended_by`."""
+    credentials: str | None = None
+    """See :func:`credentials_digest`; None: an earlier version, which doesn't say."""
+    started: str = "an unknown time"
+    """When, UTC."""
 
     @classmethod
     def of_this_process(cls, variables: Variables, *, exits_idle: bool) -> "DaemonRecord":
@@ -73,6 +82,8 @@ class DaemonRecord:
             user=user_name(os.getuid()),
             exits_idle=exits_idle,
             ended_by=lifetime.ended_by(os.environ),
+            credentials=credentials_digest(os.environ),
+            started=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         )
 
     @property
@@ -123,6 +134,12 @@ def decisive_variables(environment: Mapping[str, str]) -> Variables:
         for name, value in environment.items()
         if value and _DECISIVE.fullmatch(name) and not _ROTATING.fullmatch(name)
     }
+
+
+def credentials_digest(environment: Mapping[str, str]) -> str:
+    """SHA-256, hex, of the credentials that are variables themselves; empty: there are none."""
+    found = {n: v for n, v in sorted(environment.items()) if v and _CREDENTIALS.fullmatch(n)}
+    return hashlib.sha256(os.fsencode(json.dumps(found))).hexdigest() if found else ""
 
 
 def storage_variables(

@@ -280,6 +280,8 @@ STATUS_REFRESH_S: Final = 1.0 * SCALE
 12 s ago")."""
 STATUS_DUE_S: Final = 0.9 * SCALE
 """Age at which a status is due: the timer of STATUS_REFRESH_S is no more exact than that."""
+CREDENTIALS_AGAIN_S: Final = 0.5 * SCALE
+"""Before a trainer looks again for credentials that a late metadata server has not given yet."""
 STORAGE_CONTACT_S: Final = 20.0 * SCALE
 """For a root to answer at its first use: the training loop waits for it."""
 
@@ -404,6 +406,14 @@ STORE_LONGEST_POLL_S: Final = 0.5 * SCALE
 """Longest such pause."""
 RANK_ANSWER_EXIT_S: Final = 2.0 * SCALE
 """At exit: for a confirmation that is being written."""
+RUNTIME_DIR_CHECK_S: Final = 1.0 * SCALE
+"""Between two looks whether the files of a runtime directory are still there."""
+RUNTIME_DIR_LOCK_S: Final = 0.5 * SCALE
+"""Between two looks whether a supervisor that holds the lock is stopping."""
+RUNTIME_DIR_RESTORED_S: Final = 15.0 * SCALE
+"""For daemons to serve again whose runtime directory has lost its files."""
+RUNTIME_DIR_TOUCH_S: Final = 3600.0
+"""Between two times that files of a runtime directory are touched; cleaners go by days."""
 DAEMON_AGAIN_S: Final = 0.2 * SCALE
 """First pause before a daemon that exited is started again; then it doubles."""
 DAEMON_LONGEST_AGAIN_S: Final = 10.0 * SCALE

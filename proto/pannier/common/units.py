@@ -15,6 +15,11 @@ _SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 8640
 _LONG: Final = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def parse_size(text: str) -> int:
     """Bytes of ``201326592``, ``192MiB``, ``1.5 GiB`` or ``2GB``. Raises ValueError saying what is wrong."""
     match = _SIZE.fullmatch(text.strip())

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from pannier.common.message_json import duration, seconds_of
 from pannier.v1 import save_pb2
 from pannier.wire import limits
 from pannier.wire.failures import ranks_text
@@ -24,6 +25,8 @@ class Awaited:
     """Seconds since its last message; None: none yet."""
     replica: str = ""
     """The host that has its files, too, while its own host's sidecar is disconnected."""
+    no_sidecar: bool = False
+    """The sidecar of its host doesn't respond, so nothing is known of the rank itself."""
 
 
 def waiting_text(awaited: Iterable[Awaited]) -> str:
@@ -44,6 +47,44 @@ def waiting_on(awaited: Iterable[Awaited], *, deadline_s: float = 0) -> save_pb2
         ranks=sorted(one.rank for one in listed),
         text=waiting_text(listed),
         deadline_s=deadline_s if listed else 0,
+    )
+
+
+def wait_word(reason: int) -> str:
+    """``room`` of ``WAIT_REASON_ROOM``."""
+    return save_pb2.WaitReason.Name(reason).removeprefix("WAIT_REASON_").lower()
+
+
+def training_waits(waits: Iterable[save_pb2.TrainingWait]) -> list[save_pb2.TrainingWait]:
+    """One for all ranks with the same call, checkpoint and reason; the longest first."""
+    found: dict[tuple[str, str, int], save_pb2.TrainingWait] = {}
+    for each in waits:
+        key = (each.call, each.checkpoint_id, each.reason)
+        one = found.setdefault(key, save_pb2.TrainingWait())
+        ranks = one.ranks + each.ranks
+        if seconds_of(each.duration) >= seconds_of(one.duration):
+            one.CopyFrom(each)
+        one.ranks = ranks
+    for one in found.values():
+        ranks_waiting = f"{one.ranks} rank{'s' if one.ranks != 1 else ''}"
+        name = one.checkpoint_id.rstrip("/").rpartition("/")[2]
+        what = f"{one.call} of {name}" if name else one.call
+        seconds = seconds_of(one.duration)
+        one.summary = f"{ranks_waiting} in {what} for {seconds:.0f} s ({wait_word(one.reason)})"
+    return sorted(found.values(), key=lambda one: -seconds_of(one.duration))
+
+
+_REASONS: Final = frozenset(save_pb2.WaitReason.values())
+
+
+def aged(wait: save_pb2.TrainingWait, seconds: float) -> save_pb2.TrainingWait:
+    """A wait that a rank has reported, some seconds later, with its texts cut to their limits."""
+    return save_pb2.TrainingWait(
+        call=wait.call[: limits.MAX_HOST],
+        checkpoint_id=wait.checkpoint_id[: limits.MAX_NAME],
+        reason=wait.reason if wait.reason in _REASONS else save_pb2.WAIT_REASON_UNSPECIFIED,
+        duration=duration(limits.age(seconds_of(wait.duration)) + seconds),
+        ranks=1,
     )
 
 
@@ -80,4 +121,6 @@ def _where(host: str, group: list[Awaited]) -> str:
     if holders and all(one.replica for one in group):
         what = "its replica" if len(group) == 1 else "their replicas"
         when += f"; {' and '.join(holders)} {'has' if len(holders) == 1 else 'have'} {what}"
+    if all(one.no_sidecar for one in group):
+        host += ", whose sidecar does not respond"
     return f"host {host}, {when}" if host else when

@@ -83,18 +83,20 @@ class HeldReplica(_message.Message):
     def __init__(self, context: _Optional[_Union[_sidecar_pb2.SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., complete: bool = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
-    __slots__ = ("job", "incarnation", "rank", "seconds_since_seen", "death")
+    __slots__ = ("job", "incarnation", "rank", "seconds_since_seen", "death", "waiting")
     JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SECONDS_SINCE_SEEN_FIELD_NUMBER: _ClassVar[int]
     DEATH_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     job: str
     incarnation: str
     rank: int
     seconds_since_seen: float
     death: str
-    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., seconds_since_seen: _Optional[float] = ..., death: _Optional[str] = ...) -> None: ...
+    waiting: _save_pb2.TrainingWait
+    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., seconds_since_seen: _Optional[float] = ..., death: _Optional[str] = ..., waiting: _Optional[_Union[_save_pb2.TrainingWait, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("saves", "replica_holder", "take_over")

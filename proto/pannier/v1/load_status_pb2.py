@@ -22,30 +22,31 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from pannier.v1 import save_pb2 as pannier_dot_v1_dot_save__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpannier/v1/load_status.proto\x12\npannier.v1\x1a\x15pannier/v1/save.proto\":\n\nLoadSource\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\r\n\x05\x66iles\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"\xca\x02\n\x0eRankLoadStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\x12$\n\x05phase\x18\x03 \x01(\x0e\x32\x15.pannier.v1.LoadPhase\x12\x13\n\x0b\x62ytes_total\x18\x04 \x01(\x04\x12\'\n\x07sources\x18\x05 \x03(\x0b\x32\x16.pannier.v1.LoadSource\x12\x0f\n\x07retries\x18\x06 \x01(\x04\x12\x0e\n\x06hedges\x18\x07 \x01(\x04\x12\x17\n\x0frejected_blocks\x18\x08 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\t \x01(\t\x12\x12\n\nlast_error\x18\n \x01(\t\x12\x0f\n\x07seconds\x18\x0b \x01(\x01\x12\x1a\n\x12seconds_since_seen\x18\x0c \x01(\x01\x12(\n\x07\x66\x61ilure\x18\r \x01(\x0e\x32\x17.pannier.v1.FailureKind\"\xb4\x01\n\nLoadReport\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\t\x12\x0c\n\x04load\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0b\n\x03job\x18\x04 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\t\x12\r\n\x05ranks\x18\x07 \x03(\r\x12*\n\x06status\x18\x08 \x01(\x0b\x32\x1a.pannier.v1.RankLoadStatus\x12\x0b\n\x03pid\x18\t \x01(\r\"M\n\rReportRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12&\n\x06report\x18\x02 \x01(\x0b\x32\x16.pannier.v1.LoadReport\"\x10\n\x0eReportResponse\"\xb5\x03\n\nLoadStatus\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\t\x12$\n\x05state\x18\x05 \x01(\x0e\x32\x15.pannier.v1.LoadState\x12)\n\x05ranks\x18\x06 \x03(\x0b\x32\x1a.pannier.v1.RankLoadStatus\x12%\n\x08\x66\x61ilures\x18\x07 \x03(\x0b\x32\x13.pannier.v1.Failure\x12)\n\nwaiting_on\x18\x08 \x01(\x0b\x32\x15.pannier.v1.WaitingOn\x12\x12\n\ncreated_at\x18\t \x01(\x01\x12\x0f\n\x07seconds\x18\n \x01(\x01\x12\x12\n\ngroup_size\x18\x0b \x01(\r\x12\x13\n\x0b\x62ytes_total\x18\x0c \x01(\x04\x12\x12\n\nbytes_read\x18\r \x01(\x04\x12\'\n\x07sources\x18\x0e \x03(\x0b\x32\x16.pannier.v1.LoadSource\x12\x0f\n\x07retries\x18\x0f \x01(\x04\x12\x0e\n\x06hedges\x18\x10 \x01(\x04\x12\x17\n\x0frejected_blocks\x18\x11 \x01(\x04*m\n\tLoadState\x12\x1a\n\x16LOAD_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12LOAD_STATE_LOADING\x10\x01\x12\x15\n\x11LOAD_STATE_LOADED\x10\x02\x12\x15\n\x11LOAD_STATE_FAILED\x10\x03*\xd3\x01\n\tLoadPhase\x12\x1a\n\x16LOAD_PHASE_UNSPECIFIED\x10\x00\x12\x17\n\x13LOAD_PHASE_ENTERING\x10\x01\x12\x18\n\x14LOAD_PHASE_RESOLVING\x10\x02\x12\x17\n\x13LOAD_PHASE_PLANNING\x10\x03\x12\x16\n\x12LOAD_PHASE_READING\x10\x04\x12\x18\n\x14LOAD_PHASE_FINISHING\x10\x05\x12\x15\n\x11LOAD_PHASE_LOADED\x10\x06\x12\x15\n\x11LOAD_PHASE_FAILED\x10\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpannier/v1/load_status.proto\x12\npannier.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15pannier/v1/save.proto\":\n\nLoadSource\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\r\n\x05\x66iles\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"\xd8\x02\n\x0eRankLoadStatus\x12\x11\n\x04rank\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04host\x18\x02 \x01(\t\x12$\n\x05phase\x18\x03 \x01(\x0e\x32\x15.pannier.v1.LoadPhase\x12\x13\n\x0b\x62ytes_total\x18\x04 \x01(\x04\x12\'\n\x07sources\x18\x05 \x03(\x0b\x32\x16.pannier.v1.LoadSource\x12\x0f\n\x07retries\x18\x06 \x01(\x04\x12\x0e\n\x06hedges\x18\x07 \x01(\x04\x12\x17\n\x0frejected_blocks\x18\x08 \x01(\x04\x12\x13\n\x0bwaiting_for\x18\t \x01(\t\x12\x12\n\nlast_error\x18\n \x01(\t\x12\x0f\n\x07seconds\x18\x0b \x01(\x01\x12\x1a\n\x12seconds_since_seen\x18\x0c \x01(\x01\x12(\n\x07\x66\x61ilure\x18\r \x01(\x0e\x32\x17.pannier.v1.FailureKindB\x07\n\x05_rank\"\xb4\x01\n\nLoadReport\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\t\x12\x0c\n\x04load\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0b\n\x03job\x18\x04 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\t\x12\r\n\x05ranks\x18\x07 \x03(\r\x12*\n\x06status\x18\x08 \x01(\x0b\x32\x1a.pannier.v1.RankLoadStatus\x12\x0b\n\x03pid\x18\t \x01(\r\"M\n\rReportRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12&\n\x06report\x18\x02 \x01(\x0b\x32\x16.pannier.v1.LoadReport\"\x10\n\x0eReportResponse\"\xd7\x03\n\nLoadStatus\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\t\x12$\n\x05state\x18\x05 \x01(\x0e\x32\x15.pannier.v1.LoadState\x12)\n\x05ranks\x18\x06 \x03(\x0b\x32\x1a.pannier.v1.RankLoadStatus\x12%\n\x08\x66\x61ilures\x18\x07 \x03(\x0b\x32\x13.pannier.v1.Failure\x12)\n\nwaiting_on\x18\x08 \x01(\x0b\x32\x15.pannier.v1.WaitingOn\x12.\n\ncreated_at\x18\x12 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07seconds\x18\n \x01(\x01\x12\x12\n\ngroup_size\x18\x0b \x01(\r\x12\x13\n\x0b\x62ytes_total\x18\x0c \x01(\x04\x12\x12\n\nbytes_read\x18\r \x01(\x04\x12\'\n\x07sources\x18\x0e \x03(\x0b\x32\x16.pannier.v1.LoadSource\x12\x0f\n\x07retries\x18\x0f \x01(\x04\x12\x0e\n\x06hedges\x18\x10 \x01(\x04\x12\x17\n\x0frejected_blocks\x18\x11 \x01(\x04J\x04\x08\t\x10\n*m\n\tLoadState\x12\x1a\n\x16LOAD_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12LOAD_STATE_LOADING\x10\x01\x12\x15\n\x11LOAD_STATE_LOADED\x10\x02\x12\x15\n\x11LOAD_STATE_FAILED\x10\x03*\xd3\x01\n\tLoadPhase\x12\x1a\n\x16LOAD_PHASE_UNSPECIFIED\x10\x00\x12\x17\n\x13LOAD_PHASE_ENTERING\x10\x01\x12\x18\n\x14LOAD_PHASE_RESOLVING\x10\x02\x12\x17\n\x13LOAD_PHASE_PLANNING\x10\x03\x12\x16\n\x12LOAD_PHASE_READING\x10\x04\x12\x18\n\x14LOAD_PHASE_FINISHING\x10\x05\x12\x15\n\x11LOAD_PHASE_LOADED\x10\x06\x12\x15\n\x11LOAD_PHASE_FAILED\x10\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pannier.v1.load_status_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOADSTATE']._serialized_start=1180
-  _globals['_LOADSTATE']._serialized_end=1289
-  _globals['_LOADPHASE']._serialized_start=1292
-  _globals['_LOADPHASE']._serialized_end=1503
-  _globals['_LOADSOURCE']._serialized_start=67
-  _globals['_LOADSOURCE']._serialized_end=125
-  _globals['_RANKLOADSTATUS']._serialized_start=128
-  _globals['_RANKLOADSTATUS']._serialized_end=458
-  _globals['_LOADREPORT']._serialized_start=461
-  _globals['_LOADREPORT']._serialized_end=641
-  _globals['_REPORTREQUEST']._serialized_start=643
-  _globals['_REPORTREQUEST']._serialized_end=720
-  _globals['_REPORTRESPONSE']._serialized_start=722
-  _globals['_REPORTRESPONSE']._serialized_end=738
-  _globals['_LOADSTATUS']._serialized_start=741
-  _globals['_LOADSTATUS']._serialized_end=1178
+  _globals['_LOADSTATE']._serialized_start=1261
+  _globals['_LOADSTATE']._serialized_end=1370
+  _globals['_LOADPHASE']._serialized_start=1373
+  _globals['_LOADPHASE']._serialized_end=1584
+  _globals['_LOADSOURCE']._serialized_start=100
+  _globals['_LOADSOURCE']._serialized_end=158
+  _globals['_RANKLOADSTATUS']._serialized_start=161
+  _globals['_RANKLOADSTATUS']._serialized_end=505
+  _globals['_LOADREPORT']._serialized_start=508
+  _globals['_LOADREPORT']._serialized_end=688
+  _globals['_REPORTREQUEST']._serialized_start=690
+  _globals['_REPORTREQUEST']._serialized_end=767
+  _globals['_REPORTRESPONSE']._serialized_start=769
+  _globals['_REPORTRESPONSE']._serialized_end=785
+  _globals['_LOADSTATUS']._serialized_start=788
+  _globals['_LOADSTATUS']._serialized_end=1259
 # @@protoc_insertion_point(module_scope)

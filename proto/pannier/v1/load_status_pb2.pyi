@@ -1,3 +1,4 @@
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from pannier.v1 import save_pb2 as _save_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -139,7 +140,7 @@ class LoadStatus(_message.Message):
     ranks: _containers.RepeatedCompositeFieldContainer[RankLoadStatus]
     failures: _containers.RepeatedCompositeFieldContainer[_save_pb2.Failure]
     waiting_on: _save_pb2.WaitingOn
-    created_at: float
+    created_at: _timestamp_pb2.Timestamp
     seconds: float
     group_size: int
     bytes_total: int
@@ -148,4 +149,4 @@ class LoadStatus(_message.Message):
     retries: int
     hedges: int
     rejected_blocks: int
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[LoadState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankLoadStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_save_pb2.Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[_save_pb2.WaitingOn, _Mapping]] = ..., created_at: _Optional[float] = ..., seconds: _Optional[float] = ..., group_size: _Optional[int] = ..., bytes_total: _Optional[int] = ..., bytes_read: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[LoadSource, _Mapping]]] = ..., retries: _Optional[int] = ..., hedges: _Optional[int] = ..., rejected_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[LoadState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankLoadStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_save_pb2.Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[_save_pb2.WaitingOn, _Mapping]] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., seconds: _Optional[float] = ..., group_size: _Optional[int] = ..., bytes_total: _Optional[int] = ..., bytes_read: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[LoadSource, _Mapping]]] = ..., retries: _Optional[int] = ..., hedges: _Optional[int] = ..., rejected_blocks: _Optional[int] = ...) -> None: ...

@@ -1,3 +1,5 @@
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -52,6 +54,14 @@ class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_KIND_INTERNAL: _ClassVar[FailureKind]
     FAILURE_KIND_EXISTS: _ClassVar[FailureKind]
     FAILURE_KIND_PLAN_CHANGED: _ClassVar[FailureKind]
+
+class WaitReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WAIT_REASON_UNSPECIFIED: _ClassVar[WaitReason]
+    WAIT_REASON_ROOM: _ClassVar[WaitReason]
+    WAIT_REASON_PLAN: _ClassVar[WaitReason]
+    WAIT_REASON_SIDECAR: _ClassVar[WaitReason]
+    WAIT_REASON_COMMIT: _ClassVar[WaitReason]
 SAVE_STATE_UNSPECIFIED: SaveState
 SAVE_STATE_PLANNING: SaveState
 SAVE_STATE_STAGING: SaveState
@@ -86,6 +96,11 @@ FAILURE_KIND_SPOOL: FailureKind
 FAILURE_KIND_INTERNAL: FailureKind
 FAILURE_KIND_EXISTS: FailureKind
 FAILURE_KIND_PLAN_CHANGED: FailureKind
+WAIT_REASON_UNSPECIFIED: WaitReason
+WAIT_REASON_ROOM: WaitReason
+WAIT_REASON_PLAN: WaitReason
+WAIT_REASON_SIDECAR: WaitReason
+WAIT_REASON_COMMIT: WaitReason
 
 class SaveId(_message.Message):
     __slots__ = ("job", "incarnation", "group", "number")
@@ -162,7 +177,7 @@ class WaitingOn(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class SaveStatus(_message.Message):
-    __slots__ = ("save", "id", "checkpoint_id", "attempt", "state", "ranks", "failures", "waiting_on", "created_at", "planned_s", "ingested_s", "durable_s", "committed_s", "bytes_total", "note", "plan_id", "full_plan_requested", "replicated_ranks")
+    __slots__ = ("save", "id", "checkpoint_id", "attempt", "state", "ranks", "failures", "waiting_on", "created_at", "planned_s", "ingested_s", "durable_s", "committed_s", "bytes_total", "note", "replicated_ranks", "plan", "summary", "group_size", "durable_ranks")
     SAVE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -178,9 +193,11 @@ class SaveStatus(_message.Message):
     COMMITTED_S_FIELD_NUMBER: _ClassVar[int]
     BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
-    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
-    FULL_PLAN_REQUESTED_FIELD_NUMBER: _ClassVar[int]
     REPLICATED_RANKS_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_RANKS_FIELD_NUMBER: _ClassVar[int]
     save: SaveId
     id: str
     checkpoint_id: str
@@ -189,17 +206,43 @@ class SaveStatus(_message.Message):
     ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
     waiting_on: WaitingOn
-    created_at: float
+    created_at: _timestamp_pb2.Timestamp
     planned_s: float
     ingested_s: float
     durable_s: float
     committed_s: float
     bytes_total: int
     note: str
-    plan_id: str
-    full_plan_requested: bool
     replicated_ranks: int
-    def __init__(self, save: _Optional[_Union[SaveId, _Mapping]] = ..., id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[SaveState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[WaitingOn, _Mapping]] = ..., created_at: _Optional[float] = ..., planned_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ..., plan_id: _Optional[str] = ..., full_plan_requested: bool = ..., replicated_ranks: _Optional[int] = ...) -> None: ...
+    plan: PlanState
+    summary: str
+    group_size: int
+    durable_ranks: int
+    def __init__(self, save: _Optional[_Union[SaveId, _Mapping]] = ..., id: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., attempt: _Optional[str] = ..., state: _Optional[_Union[SaveState, str]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., waiting_on: _Optional[_Union[WaitingOn, _Mapping]] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., planned_s: _Optional[float] = ..., ingested_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ..., replicated_ranks: _Optional[int] = ..., plan: _Optional[_Union[PlanState, _Mapping]] = ..., summary: _Optional[str] = ..., group_size: _Optional[int] = ..., durable_ranks: _Optional[int] = ...) -> None: ...
+
+class PlanState(_message.Message):
+    __slots__ = ("id", "full_plan_requested")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FULL_PLAN_REQUESTED_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    full_plan_requested: bool
+    def __init__(self, id: _Optional[str] = ..., full_plan_requested: bool = ...) -> None: ...
+
+class TrainingWait(_message.Message):
+    __slots__ = ("call", "checkpoint_id", "reason", "duration", "ranks", "summary")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DURATION_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    call: str
+    checkpoint_id: str
+    reason: WaitReason
+    duration: _duration_pb2.Duration
+    ranks: int
+    summary: str
+    def __init__(self, call: _Optional[str] = ..., checkpoint_id: _Optional[str] = ..., reason: _Optional[_Union[WaitReason, str]] = ..., duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., ranks: _Optional[int] = ..., summary: _Optional[str] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("type", "message", "failures", "resume_at")

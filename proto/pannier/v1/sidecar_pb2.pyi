@@ -336,18 +336,20 @@ class FailResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class PingRequest(_message.Message):
-    __slots__ = ("job", "incarnation", "rank", "client", "closing")
+    __slots__ = ("job", "incarnation", "rank", "client", "closing", "waiting")
     JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     CLOSING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     job: str
     incarnation: str
     rank: int
     client: str
     closing: bool
-    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., client: _Optional[str] = ..., closing: bool = ...) -> None: ...
+    waiting: _save_pb2.TrainingWait
+    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., client: _Optional[str] = ..., closing: bool = ..., waiting: _Optional[_Union[_save_pb2.TrainingWait, _Mapping]] = ...) -> None: ...
 
 class PingResponse(_message.Message):
     __slots__ = ()

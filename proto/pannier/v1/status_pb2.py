@@ -22,41 +22,42 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from pannier.v1 import load_status_pb2 as pannier_dot_v1_dot_load__status__pb2
 from pannier.v1 import save_pb2 as pannier_dot_v1_dot_save__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pannier/v1/status.proto\x12\npannier.v1\x1a\x1cpannier/v1/load_status.proto\x1a\x15pannier/v1/save.proto\"U\n\x10ListSavesRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12%\n\x06states\x18\x02 \x03(\x0e\x32\x15.pannier.v1.SaveState\x12\r\n\x05limit\x18\x03 \x01(\r\"\xbe\x04\n\x11ListSavesResponse\x12%\n\x05saves\x18\x01 \x03(\x0b\x32\x16.pannier.v1.SaveStatus\x12\x14\n\x0c\x64\x61\x65mon_state\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x14\n\x0c\x62ytes_queued\x18\x05 \x01(\x04\x12\x17\n\x0foldest_upload_s\x18\x06 \x01(\x01\x12\x13\n\x0bspool_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12spool_leased_bytes\x18\x08 \x01(\x04\x12\x18\n\x10spool_held_bytes\x18\t \x01(\x04\x12\x19\n\x11spool_saves_bytes\x18\n \x01(\x04\x12\x1c\n\x14spool_capacity_bytes\x18\x0b \x01(\x04\x12\x18\n\x10spool_free_bytes\x18\x0c \x01(\x04\x12\x15\n\x08trainers\x18\r \x01(\rH\x00\x88\x01\x01\x12+\n\x0clocal_copies\x18\x0e \x03(\x0b\x32\x15.pannier.v1.LocalCopy\x12%\n\x05loads\x18\x0f \x03(\x0b\x32\x16.pannier.v1.LoadStatus\x12\x14\n\x0cupload_limit\x18\x10 \x01(\x04\x12\x16\n\x0eupload_limited\x18\x11 \x01(\x08\x12/\n\x0e\x65victed_copies\x18\x12 \x03(\x0b\x32\x17.pannier.v1.EvictedCopy\x12\x14\n\x0cmemory_limit\x18\x15 \x01(\x04\x12\x13\n\x0bmemory_used\x18\x16 \x01(\x04\x42\x0b\n\t_trainers\"s\n\tLocalCopy\x12\x15\n\rcheckpoint_id\x18\x01 \x01(\t\x12 \n\x04save\x18\x02 \x01(\x0b\x32\x12.pannier.v1.SaveId\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\r\n\x05\x66iles\x18\x04 \x01(\r\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\"W\n\x0b\x45victedCopy\x12\x15\n\rcheckpoint_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\nevicted_at\x18\x04 \x01(\x01\"\x1c\n\x0eGetSaveRequest\x12\n\n\x02id\x18\x01 \x01(\t\"7\n\x0fGetSaveResponse\x12$\n\x04save\x18\x01 \x01(\x0b\x32\x16.pannier.v1.SaveStatus\"\x1e\n\x10WatchSaveRequest\x12\n\n\x02id\x18\x01 \x01(\t\"9\n\x11WatchSaveResponse\x12$\n\x04save\x18\x01 \x01(\x0b\x32\x16.pannier.v1.SaveStatus\"\x1c\n\x0eGetLoadRequest\x12\n\n\x02id\x18\x01 \x01(\t\"7\n\x0fGetLoadResponse\x12$\n\x04load\x18\x01 \x01(\x0b\x32\x16.pannier.v1.LoadStatus\"\x1e\n\x10WatchLoadRequest\x12\n\n\x02id\x18\x01 \x01(\t\"9\n\x11WatchLoadResponse\x12$\n\x04load\x18\x01 \x01(\x0b\x32\x16.pannier.v1.LoadStatus2\xf2\x02\n\x06Status\x12H\n\tListSaves\x12\x1c.pannier.v1.ListSavesRequest\x1a\x1d.pannier.v1.ListSavesResponse\x12\x42\n\x07GetSave\x12\x1a.pannier.v1.GetSaveRequest\x1a\x1b.pannier.v1.GetSaveResponse\x12J\n\tWatchSave\x12\x1c.pannier.v1.WatchSaveRequest\x1a\x1d.pannier.v1.WatchSaveResponse0\x01\x12\x42\n\x07GetLoad\x12\x1a.pannier.v1.GetLoadRequest\x1a\x1b.pannier.v1.GetLoadResponse\x12J\n\tWatchLoad\x12\x1c.pannier.v1.WatchLoadRequest\x1a\x1d.pannier.v1.WatchLoadResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pannier/v1/status.proto\x12\npannier.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cpannier/v1/load_status.proto\x1a\x15pannier/v1/save.proto\"U\n\x10ListSavesRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12%\n\x06states\x18\x02 \x03(\x0e\x32\x15.pannier.v1.SaveState\x12\r\n\x05limit\x18\x03 \x01(\r\"\x80\x05\n\x11ListSavesResponse\x12%\n\x05saves\x18\x01 \x03(\x0b\x32\x16.pannier.v1.SaveStatus\x12\x14\n\x0c\x64\x61\x65mon_state\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x14\n\x0c\x62ytes_queued\x18\x05 \x01(\x04\x12\x17\n\x0foldest_upload_s\x18\x06 \x01(\x01\x12\x13\n\x0bspool_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12spool_leased_bytes\x18\x08 \x01(\x04\x12\x18\n\x10spool_held_bytes\x18\t \x01(\x04\x12\x19\n\x11spool_saves_bytes\x18\n \x01(\x04\x12\x1c\n\x14spool_capacity_bytes\x18\x0b \x01(\x04\x12\x18\n\x10spool_free_bytes\x18\x0c \x01(\x04\x12\x15\n\x08trainers\x18\r \x01(\rH\x00\x88\x01\x01\x12+\n\x0clocal_copies\x18\x0e \x03(\x0b\x32\x15.pannier.v1.LocalCopy\x12%\n\x05loads\x18\x0f \x03(\x0b\x32\x16.pannier.v1.LoadStatus\x12\x14\n\x0cupload_limit\x18\x10 \x01(\x04\x12\x16\n\x0eupload_limited\x18\x11 \x01(\x08\x12/\n\x0e\x65victed_copies\x18\x12 \x03(\x0b\x32\x17.pannier.v1.EvictedCopy\x12\x30\n\x0etraining_waits\x18\x13 \x03(\x0b\x32\x18.pannier.v1.TrainingWait\x12\x0e\n\x06\x64\x61\x65mon\x18\x14 \x01(\t\x12\x14\n\x0cmemory_limit\x18\x15 \x01(\x04\x12\x13\n\x0bmemory_used\x18\x16 \x01(\x04\x42\x0b\n\t_trainers\"s\n\tLocalCopy\x12\x15\n\rcheckpoint_id\x18\x01 \x01(\t\x12 \n\x04save\x18\x02 \x01(\x0b\x32\x12.pannier.v1.SaveId\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12\r\n\x05\x66iles\x18\x04 \x01(\r\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\"y\n\x0b\x45victedCopy\x12\x15\n\rcheckpoint_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12.\n\nevicted_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampJ\x04\x08\x04\x10\x05\"\x1c\n\x0eGetSaveRequest\x12\n\n\x02id\x18\x01 \x01(\t\"7\n\x0fGetSaveResponse\x12$\n\x04save\x18\x01 \x01(\x0b\x32\x16.pannier.v1.SaveStatus\"\x1e\n\x10WatchSaveRequest\x12\n\n\x02id\x18\x01 \x01(\t\"9\n\x11WatchSaveResponse\x12$\n\x04save\x18\x01 \x01(\x0b\x32\x16.pannier.v1.SaveStatus\"\x1c\n\x0eGetLoadRequest\x12\n\n\x02id\x18\x01 \x01(\t\"7\n\x0fGetLoadResponse\x12$\n\x04load\x18\x01 \x01(\x0b\x32\x16.pannier.v1.LoadStatus\"\x1e\n\x10WatchLoadRequest\x12\n\n\x02id\x18\x01 \x01(\t\"9\n\x11WatchLoadResponse\x12$\n\x04load\x18\x01 \x01(\x0b\x32\x16.pannier.v1.LoadStatus2\xf2\x02\n\x06Status\x12H\n\tListSaves\x12\x1c.pannier.v1.ListSavesRequest\x1a\x1d.pannier.v1.ListSavesResponse\x12\x42\n\x07GetSave\x12\x1a.pannier.v1.GetSaveRequest\x1a\x1b.pannier.v1.GetSaveResponse\x12J\n\tWatchSave\x12\x1c.pannier.v1.WatchSaveRequest\x1a\x1d.pannier.v1.WatchSaveResponse0\x01\x12\x42\n\x07GetLoad\x12\x1a.pannier.v1.GetLoadRequest\x1a\x1b.pannier.v1.GetLoadResponse\x12J\n\tWatchLoad\x12\x1c.pannier.v1.WatchLoadRequest\x1a\x1d.pannier.v1.WatchLoadResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pannier.v1.status_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LISTSAVESREQUEST']._serialized_start=92
-  _globals['_LISTSAVESREQUEST']._serialized_end=177
-  _globals['_LISTSAVESRESPONSE']._serialized_start=180
-  _globals['_LISTSAVESRESPONSE']._serialized_end=754
-  _globals['_LOCALCOPY']._serialized_start=756
-  _globals['_LOCALCOPY']._serialized_end=871
-  _globals['_EVICTEDCOPY']._serialized_start=873
-  _globals['_EVICTEDCOPY']._serialized_end=960
-  _globals['_GETSAVEREQUEST']._serialized_start=962
-  _globals['_GETSAVEREQUEST']._serialized_end=990
-  _globals['_GETSAVERESPONSE']._serialized_start=992
-  _globals['_GETSAVERESPONSE']._serialized_end=1047
-  _globals['_WATCHSAVEREQUEST']._serialized_start=1049
-  _globals['_WATCHSAVEREQUEST']._serialized_end=1079
-  _globals['_WATCHSAVERESPONSE']._serialized_start=1081
-  _globals['_WATCHSAVERESPONSE']._serialized_end=1138
-  _globals['_GETLOADREQUEST']._serialized_start=1140
-  _globals['_GETLOADREQUEST']._serialized_end=1168
-  _globals['_GETLOADRESPONSE']._serialized_start=1170
-  _globals['_GETLOADRESPONSE']._serialized_end=1225
-  _globals['_WATCHLOADREQUEST']._serialized_start=1227
-  _globals['_WATCHLOADREQUEST']._serialized_end=1257
-  _globals['_WATCHLOADRESPONSE']._serialized_start=1259
-  _globals['_WATCHLOADRESPONSE']._serialized_end=1316
-  _globals['_STATUS']._serialized_start=1319
-  _globals['_STATUS']._serialized_end=1689
+  _globals['_LISTSAVESREQUEST']._serialized_start=125
+  _globals['_LISTSAVESREQUEST']._serialized_end=210
+  _globals['_LISTSAVESRESPONSE']._serialized_start=213
+  _globals['_LISTSAVESRESPONSE']._serialized_end=853
+  _globals['_LOCALCOPY']._serialized_start=855
+  _globals['_LOCALCOPY']._serialized_end=970
+  _globals['_EVICTEDCOPY']._serialized_start=972
+  _globals['_EVICTEDCOPY']._serialized_end=1093
+  _globals['_GETSAVEREQUEST']._serialized_start=1095
+  _globals['_GETSAVEREQUEST']._serialized_end=1123
+  _globals['_GETSAVERESPONSE']._serialized_start=1125
+  _globals['_GETSAVERESPONSE']._serialized_end=1180
+  _globals['_WATCHSAVEREQUEST']._serialized_start=1182
+  _globals['_WATCHSAVEREQUEST']._serialized_end=1212
+  _globals['_WATCHSAVERESPONSE']._serialized_start=1214
+  _globals['_WATCHSAVERESPONSE']._serialized_end=1271
+  _globals['_GETLOADREQUEST']._serialized_start=1273
+  _globals['_GETLOADREQUEST']._serialized_end=1301
+  _globals['_GETLOADRESPONSE']._serialized_start=1303
+  _globals['_GETLOADRESPONSE']._serialized_end=1358
+  _globals['_WATCHLOADREQUEST']._serialized_start=1360
+  _globals['_WATCHLOADREQUEST']._serialized_end=1390
+  _globals['_WATCHLOADRESPONSE']._serialized_start=1392
+  _globals['_WATCHLOADRESPONSE']._serialized_end=1449
+  _globals['_STATUS']._serialized_start=1452
+  _globals['_STATUS']._serialized_end=1822
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from pannier.v1 import load_status_pb2 as _load_status_pb2
 from pannier.v1 import save_pb2 as _save_pb2
 from google.protobuf.internal import containers as _containers
@@ -19,7 +20,7 @@ class ListSavesRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., states: _Optional[_Iterable[_Union[_save_pb2.SaveState, str]]] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class ListSavesResponse(_message.Message):
-    __slots__ = ("saves", "daemon_state", "host", "version", "bytes_queued", "oldest_upload_s", "spool_bytes", "spool_leased_bytes", "spool_held_bytes", "spool_saves_bytes", "spool_capacity_bytes", "spool_free_bytes", "trainers", "local_copies", "loads", "upload_limit", "upload_limited", "evicted_copies", "memory_limit", "memory_used")
+    __slots__ = ("saves", "daemon_state", "host", "version", "bytes_queued", "oldest_upload_s", "spool_bytes", "spool_leased_bytes", "spool_held_bytes", "spool_saves_bytes", "spool_capacity_bytes", "spool_free_bytes", "trainers", "local_copies", "loads", "upload_limit", "upload_limited", "evicted_copies", "training_waits", "daemon", "memory_limit", "memory_used")
     SAVES_FIELD_NUMBER: _ClassVar[int]
     DAEMON_STATE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +39,8 @@ class ListSavesResponse(_message.Message):
     UPLOAD_LIMIT_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_LIMITED_FIELD_NUMBER: _ClassVar[int]
     EVICTED_COPIES_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_WAITS_FIELD_NUMBER: _ClassVar[int]
+    DAEMON_FIELD_NUMBER: _ClassVar[int]
     MEMORY_LIMIT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_USED_FIELD_NUMBER: _ClassVar[int]
     saves: _containers.RepeatedCompositeFieldContainer[_save_pb2.SaveStatus]
@@ -58,9 +61,11 @@ class ListSavesResponse(_message.Message):
     upload_limit: int
     upload_limited: bool
     evicted_copies: _containers.RepeatedCompositeFieldContainer[EvictedCopy]
+    training_waits: _containers.RepeatedCompositeFieldContainer[_save_pb2.TrainingWait]
+    daemon: str
     memory_limit: int
     memory_used: int
-    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ..., daemon_state: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., bytes_queued: _Optional[int] = ..., oldest_upload_s: _Optional[float] = ..., spool_bytes: _Optional[int] = ..., spool_leased_bytes: _Optional[int] = ..., spool_held_bytes: _Optional[int] = ..., spool_saves_bytes: _Optional[int] = ..., spool_capacity_bytes: _Optional[int] = ..., spool_free_bytes: _Optional[int] = ..., trainers: _Optional[int] = ..., local_copies: _Optional[_Iterable[_Union[LocalCopy, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[_load_status_pb2.LoadStatus, _Mapping]]] = ..., upload_limit: _Optional[int] = ..., upload_limited: bool = ..., evicted_copies: _Optional[_Iterable[_Union[EvictedCopy, _Mapping]]] = ..., memory_limit: _Optional[int] = ..., memory_used: _Optional[int] = ...) -> None: ...
+    def __init__(self, saves: _Optional[_Iterable[_Union[_save_pb2.SaveStatus, _Mapping]]] = ..., daemon_state: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., bytes_queued: _Optional[int] = ..., oldest_upload_s: _Optional[float] = ..., spool_bytes: _Optional[int] = ..., spool_leased_bytes: _Optional[int] = ..., spool_held_bytes: _Optional[int] = ..., spool_saves_bytes: _Optional[int] = ..., spool_capacity_bytes: _Optional[int] = ..., spool_free_bytes: _Optional[int] = ..., trainers: _Optional[int] = ..., local_copies: _Optional[_Iterable[_Union[LocalCopy, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[_load_status_pb2.LoadStatus, _Mapping]]] = ..., upload_limit: _Optional[int] = ..., upload_limited: bool = ..., evicted_copies: _Optional[_Iterable[_Union[EvictedCopy, _Mapping]]] = ..., training_waits: _Optional[_Iterable[_Union[_save_pb2.TrainingWait, _Mapping]]] = ..., daemon: _Optional[str] = ..., memory_limit: _Optional[int] = ..., memory_used: _Optional[int] = ...) -> None: ...
 
 class LocalCopy(_message.Message):
     __slots__ = ("checkpoint_id", "save", "attempt", "files", "bytes")
@@ -85,8 +90,8 @@ class EvictedCopy(_message.Message):
     checkpoint_id: str
     bytes: int
     reason: str
-    evicted_at: float
-    def __init__(self, checkpoint_id: _Optional[str] = ..., bytes: _Optional[int] = ..., reason: _Optional[str] = ..., evicted_at: _Optional[float] = ...) -> None: ...
+    evicted_at: _timestamp_pb2.Timestamp
+    def __init__(self, checkpoint_id: _Optional[str] = ..., bytes: _Optional[int] = ..., reason: _Optional[str] = ..., evicted_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class GetSaveRequest(_message.Message):
     __slots__ = ("id",)

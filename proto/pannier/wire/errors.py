@@ -5,9 +5,13 @@ it is a gRPC status whose trailing metadata holds an :class:`~pannier.v1.save_pb
 :func:`from_rpc_error` makes the same error again.
 """
 
+import dataclasses
 import logging
 import re
+import socket
+import struct
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Final
 
 import grpc
@@ -27,6 +31,17 @@ _CONNECTION_PROBLEMS: Final = (
         "its host name can't be resolved",
     ),
     (r"network is unreachable|no route to host", "there is no route to its host"),
+    # The kernel accepts connections for a process that is stopped.
+    (
+        r"before receiving settings frame|handshake read failed \((endpoint closing|fd shutdown)",
+        "it accepts connections and does not answer ({unanswered})",
+    ),
+    # A connection that was never made ends as a handshake does, over TLS and without it (grpcio 1.85).
+    (
+        r"tcp handshaker shutdown|fd shutdown|connect\(\) timed out|remote host: connection timed out",
+        "nothing answers at {where} (is its host up, and do a NetworkPolicy or a firewall let the packets "
+        "through?)",
+    ),
     (
         r"certificate has expired|certificate is not yet valid",
         "its TLS certificate isn't valid now",
@@ -38,7 +53,7 @@ _CONNECTION_PROBLEMS: Final = (
     ),
     (r"not in peer certificate|hostname verif", "its TLS certificate is for another host name"),
     (
-        r"wrong_version_number|http1\.x|http/1|settings frame",
+        r"wrong_version_number|http1\.x|http/1|expected settings frame",
         "what listens there speaks another protocol, or only one side uses TLS",
     ),
     (
@@ -47,7 +62,12 @@ _CONNECTION_PROBLEMS: Final = (
     ),
     (
         r"timed? ?out|timeout|deadline|\bping\b|keepalive",
-        "it does not answer (is it stopped, or does a firewall drop packets?)",
+        "it does not answer ({unanswered})",
+    ),
+    (
+        r"failed to connect.*(socket closed|connection reset)",
+        "it closed the connection before it answered (does only one side use TLS, or did the daemon just "
+        "end?)",
     ),
     (
         r"socket closed|reset|broken pipe|goaway|stream removed|recvmsg|sendmsg|end of tcp|\beof\b"
@@ -56,6 +76,35 @@ _CONNECTION_PROBLEMS: Final = (
     ),
 )
 """Patterns of texts of gRPC and the kernel about a connection, in lower case, and their meaning; the first match counts."""
+_SOCKET: Final = re.compile(r"unix://(/\S+)")
+_TARGET: Final = re.compile(r"\bipv[46]:(\S+?:\d+)(?=[:\s]|$)")
+"""The address that gRPC tried, in its texts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a save or a load failed, on one rank."""
+
+    rank: int
+    """Global rank; -1 when the failure is no single rank's."""
+    host: str
+    """Where that rank runs; empty: not known."""
+    kind: str
+    """``STORAGE``, ``DEADLINE``, ``LOST``, ...: a name of ``pannier.v1.FailureKind`` without its prefix."""
+    message: str
+    """What happened, with which value, and what to do."""
+
+    @classmethod
+    def of(cls, message: save_pb2.Failure) -> "Failure":
+        """What a message says."""
+        return cls(message.rank, message.host, kind_name(message.kind), message.message)
+
+
+def kind_name(kind: int) -> str:
+    """Short name of a kind: ``STORAGE`` for ``FAILURE_KIND_STORAGE``; its number if only newer versions know it."""
+    if kind not in save_pb2.FailureKind.values():
+        return str(kind)
+    return save_pb2.FailureKind.Name(kind).removeprefix("FAILURE_KIND_")
 
 
 class PannierError(Exception):
@@ -67,16 +116,20 @@ class PannierError(Exception):
 
     def __init__(self, message: str, failures: Iterable[save_pb2.Failure] = ()) -> None:
         super().__init__(message)
-        self.failures: Mapping[int, save_pb2.Failure] = {f.rank: f for f in failures}
-        """Causes by global rank; -1 when the failure is no single rank's."""
+        self._messages = {f.rank: f for f in failures}
         self.resume_at = 0
         """For a rank that was behind: number of its group's current save; else 0."""
+
+    @property
+    def failures(self) -> Mapping[int, Failure]:
+        """Causes by global rank; -1 when the failure is no single rank's."""
+        return {rank: Failure.of(message) for rank, message in self._messages.items()}
 
     def __reduce__(self) -> tuple[object, ...]:
         return rebuild, (
             type(self).__name__,
             str(self),
-            [f.SerializeToString() for f in self.failures.values()],
+            [f.SerializeToString() for f in self._messages.values()],
             self.resume_at,
         )
 
@@ -195,6 +248,11 @@ def _subclasses(cls: type[PannierError]) -> Iterable[type[PannierError]]:
         yield from _subclasses(sub)
 
 
+def failure_messages(error: PannierError) -> list[save_pb2.Failure]:
+    """The failures of an error as daemons send and record them."""
+    return [*error._messages.values()]
+
+
 def rebuild(
     name: str, message: str, failures: Iterable[bytes] = (), resume_at: int = 0
 ) -> PannierError:
@@ -212,7 +270,7 @@ def trailing_metadata(error: PannierError) -> tuple[tuple[str, bytes], ...]:
     detail = save_pb2.ErrorDetail(
         type=type(error).__name__,
         message=str(error),
-        failures=list(error.failures.values()),
+        failures=failure_messages(error),
         resume_at=error.resume_at,
     )
     return ((_KEY, detail.SerializeToString()),)
@@ -246,12 +304,12 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> PannierError:
     details = getattr(error, "details", lambda: "")() or str(error)
     _log.debug("a call to %s ended with %s: %s", peer, code, details)
     if code is grpc.StatusCode.UNAVAILABLE:
-        return UnavailableError(f"{peer} can't be reached: {_connection_problem(details)}")
+        return UnavailableError(f"{peer} can't be reached: {_connection_problem(details, peer)}")
     if code is grpc.StatusCode.CANCELLED:
         # By a daemon that stops, or by this side, which gave the call up.
         return UnavailableError(f"the call to {peer} was cancelled (did the daemon end?)")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineError(f"{peer} did not answer within the deadline (is it stopped?)")
+        return DeadlineError(f"{peer} did not answer within the deadline ({unanswered(peer)})")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         # gRPC uses this code for large messages, too: "Received message larger than max (9 vs. 5)".
         if "larger than max" in details:
@@ -264,10 +322,54 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> PannierError:
     return PannierError(f"{peer}: {code.name if code else 'error'}: {details}")
 
 
-def _connection_problem(details: str) -> str:
+def _connection_problem(details: str, peer: str) -> str:
     """Why a peer can't be reached, for people, from the text of gRPC or the kernel."""
     text = details.lower()
     for pattern, meaning in _CONNECTION_PROBLEMS:
         if re.search(pattern, text):
-            return meaning
+            target = _TARGET.search(details)
+            return meaning.format(
+                where=target[1] if target else "its address",
+                unanswered=unanswered(peer) if "{unanswered}" in meaning else "",
+            )
     return "the connection failed"
+
+
+def unanswered(peer: str) -> str:
+    """Why a process that accepts connections may not answer; arguments as of :func:`stopped`."""
+    asked = "is it stopped?" if _SOCKET.search(peer) else "is it stopped, or are packets dropped?"
+    return stopped(peer) or asked
+
+
+def stopped(peer: str) -> str:
+    """That the process of a peer is stopped, with its id; empty: it isn't, or that can't be seen.
+
+    Args:
+        peer: its description, with its address; only that of a unix socket leads to the process.
+    """
+    path = _SOCKET.search(peer)
+    pid = _listener(path[1]) if path else 0
+    return f"its process {pid} is stopped: `kill -CONT {pid}`" if _is_stopped(pid) else ""
+
+
+def _listener(path: str) -> int:
+    """Id of the process that listens on a unix socket; 0: unknown, or in another namespace."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+            # struct ucred of unix(7): of the process that called listen().
+            found = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        except OSError:
+            return 0
+    pid: int = struct.unpack("3i", found)[0]
+    return pid
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger: states T and t of proc(5)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in ("T", "t")

@@ -39,11 +39,6 @@ def failure_kind(
     return refused if isinstance(error, InvalidRequestError) else other
 
 
-def kind_name(kind: int) -> str:
-    """Short name of a kind: ``STORAGE`` for ``FAILURE_KIND_STORAGE``."""
-    return save_pb2.FailureKind.Name(kind).removeprefix("FAILURE_KIND_")
-
-
 def aborted_error(
     save: str, checkpoint_id: str, failures: Iterable[save_pb2.Failure], *, waiting: str = ""
 ) -> SaveAbortedError:

@@ -5,6 +5,7 @@ CA has signed. Replaced files are reloaded: a server checks before each handshak
 :meth:`Tls.changed` before it opens a channel again. Thread-safe.
 """
 
+import inspect
 import logging
 import ssl
 from collections.abc import Sequence
@@ -184,9 +185,25 @@ def is_unix(address: str) -> bool:
 
 def open_channel(address: str, options: ChannelOptions, tls: Tls | None) -> grpc.Channel:
     """A channel to ``address``, over TCP with ``tls`` unless that is None."""
-    if tls is None or is_unix(address):
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, tls.channel_credentials(), options=options)
+    secure = tls is not None and not is_unix(address)
+    return channel_to(address, options, tls.channel_credentials() if tls and secure else None)
+
+
+def channel_to(
+    address: str, options: ChannelOptions, credentials: grpc.ChannelCredentials | None
+) -> grpc.Channel:
+    """A channel of gRPC's own, in plaintext without ``credentials``.
+
+    Instrumentations replace gRPC's functions by wrappers, whose calls may not be cancelled:
+    opentelemetry-instrumentation-grpc 0.66b2 returns a generator for a stream of responses
+    (https://github.com/open-telemetry/opentelemetry-python-contrib/blob/v0.66b2/instrumentation/opentelemetry-instrumentation-grpc/src/opentelemetry/instrumentation/grpc/_client.py).
+    """
+    channel: grpc.Channel
+    if credentials is None:
+        channel = inspect.unwrap(grpc.insecure_channel)(address, options=options)
+    else:
+        channel = inspect.unwrap(grpc.secure_channel)(address, credentials, options=options)
+    return channel
 
 
 def open_aio_channel(address: str, options: ChannelOptions, tls: Tls | None) -> grpc.aio.Channel:

@@ -106,6 +106,7 @@ def _classify(error: Exception) -> tuple[int | None, str]:
 
 def _storage_hint(error: "StorageError") -> str:
     from pannier.storage.base import DeniedError, NotFoundError, UnreachableError
+    from pannier.storage.retry import TransientError
 
     if isinstance(error, UnreachableError):
         return (
@@ -114,4 +115,6 @@ def _storage_hint(error: "StorageError") -> str:
         )
     if isinstance(error, DeniedError):
         return "check the credentials and their permissions"
+    if isinstance(error.__cause__, TransientError):
+        return "storage has only temporary errors: try again later, or wait longer (--timeout)"
     return "check the URL" if isinstance(error, NotFoundError) else ""

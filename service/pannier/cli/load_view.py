@@ -13,8 +13,9 @@ from rich.text import Text
 from pannier.cli import output, save_view
 from pannier.cli.bars import ALL, Bars, rows_of
 from pannier.cli.table import Column, Fit, Table
+from pannier.common.message_json import seconds_of
 from pannier.v1 import load_status_pb2
-from pannier.wire.failures import kind_name
+from pannier.wire.errors import kind_name
 
 _OTHER_LINES: Final = 8
 _LOADED: Final = load_status_pb2.LOAD_PHASE_LOADED
@@ -51,15 +52,19 @@ def loads_table(loads: Iterable[load_status_pb2.LoadStatus]) -> Table:
             f"{load.seconds:.1f} s",
             sources_text(load.sources),
             load.waiting_on.text,
-            output.ago(load.created_at),
+            output.ago(seconds_of(load.created_at)),
             load.id,
         )
     return made
 
 
+def _place(source: str) -> str:
+    return "storage" if source == "bucket" else source
+
+
 def sources_text(sources: Iterable[load_status_pb2.LoadSource]) -> str:
     """``14.2 GiB own spool, 1.0 GiB node-3``."""
-    return ", ".join(f"{output.size(each.bytes)} {each.source}" for each in sources)
+    return ", ".join(f"{output.size(each.bytes)} {_place(each.source)}" for each in sources)
 
 
 def heading(load: load_status_pb2.LoadStatus) -> Text:

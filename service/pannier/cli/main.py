@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 import click
 
 from pannier.cli.errors import EXIT_STATUSES, OK, report_errors
+from pannier.wire.variables import misspelt
 from pannier.wire.version import package_version
 
 _DAEMONS: Final = ("sidecar", "coordinator", "up")
@@ -100,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if not set(words[:1]).intersection(_DAEMONS):
         # Otherwise gRPC also prints the errors that are reported here.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    for text in misspelt(os.environ):
+        click.echo(f"warning: {text}", err=True)
     with report_errors():
         code = cli.main(words, prog_name="pannier", standalone_mode=False)
     sys.exit(code if isinstance(code, int) else 0)

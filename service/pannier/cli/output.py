@@ -21,7 +21,8 @@ _ANY_WIDTH: Final = 1 << 20
 _COLOURS: Final = {
     **dict.fromkeys(("COMMITTED", "DURABLE", "LOADED", "committed"), "green"),
     **dict.fromkeys(("ABORTED", "FAILED", "aborted"), "red"),
-    **dict.fromkeys(("IN_DOUBT", "MISSING", "undecided", "removing"), "yellow"),
+    **dict.fromkeys(("IN_DOUBT", "undecided", "removing"), "yellow"),
+    "MISSING": "bold reverse magenta",
 }
 size = size_text
 _UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60))

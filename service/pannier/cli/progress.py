@@ -96,9 +96,13 @@ class SaveProgress:
         if not self._save.waiting_on.ranks:
             # Storage or a daemon that doesn't respond.
             return self._save.waiting_on.text
+        late = self._late_ranks()
+        if late == list(self._save.waiting_on.ranks):
+            # The daemon knows more, for instance that a sidecar does not respond.
+            return self._save.waiting_on.text
         known = {rank.rank: rank for rank in self._save.ranks}
         awaited = []
-        for number in self._late_ranks():
+        for number in late:
             rank = known.get(number, save_pb2.RankStatus())
             awaited.append(Awaited(number, rank.host, rank.seconds_since_seen or None))
         return waiting_text(awaited)

@@ -7,13 +7,22 @@ from rich.text import Text
 
 from pannier.cli import output
 from pannier.cli.table import Column, Fit, Table
+from pannier.common.message_json import seconds_of
 from pannier.v1 import save_pb2
-from pannier.wire.failures import kind_name
+from pannier.wire.errors import kind_name
 
 
 def state_name(state: int) -> str:
     """``COMMITTED`` of ``SAVE_STATE_COMMITTED``."""
     return save_pb2.SaveState.Name(state).removeprefix("SAVE_STATE_")
+
+
+def state_text(save: save_pb2.SaveStatus) -> Text:
+    """The state in its colour; of an aborted save with the cause: ``ABORTED: storage``."""
+    text = output.word(state_name(save.state))
+    if save.state == save_pb2.SAVE_STATE_ABORTED and save.failures:
+        text.append(f": {kind_name(save.failures[0].kind).lower().replace('_', ' ')}")
+    return text
 
 
 def phase_name(phase: int) -> str:
@@ -23,15 +32,14 @@ def phase_name(phase: int) -> str:
 
 def durable_text(save: save_pb2.SaveStatus) -> str:
     """``1 of 2``, the ranks that are durable."""
-    durable = sum(rank.phase == save_pb2.RANK_PHASE_DURABLE for rank in save.ranks)
-    return f"{durable} of {len(save.ranks)}"
+    return f"{save.durable_ranks} of {save.group_size}"
 
 
 def replicated_text(save: save_pb2.SaveStatus) -> str:
     """``1 of 2``, the ranks whose files another host has, too; empty: none are sent to another host."""
     if not (save.replicated_ranks or any(rank.replica_host for rank in save.ranks)):
         return ""
-    return f"{save.replicated_ranks} of {len(save.ranks)}"
+    return f"{save.replicated_ranks} of {save.group_size}"
 
 
 def saves_table(saves: Iterable[save_pb2.SaveStatus]) -> Table:
@@ -49,12 +57,12 @@ def saves_table(saves: Iterable[save_pb2.SaveStatus]) -> Table:
     for save in saves:
         made.add_row(
             save.checkpoint_id,
-            output.word(state_name(save.state)),
+            state_text(save),
             durable_text(save) if save.ranks else "",
             replicated_text(save),
             output.size(save.bytes_total),
             save.waiting_on.text,
-            output.ago(save.created_at),
+            output.ago(seconds_of(save.created_at)),
             save.id,
         )
     return made

@@ -7,19 +7,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import click
 import grpc
 
 from pannier.cli.options import Address, combined, option, tls_options
 from pannier.common import timeouts
+from pannier.common.daemon_process import await_restored
 from pannier.common.locations import absolute
 from pannier.v1 import load_status_pb2, save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses, errors
 from pannier.wire.auth_token import Metadata, TokenFile
 from pannier.wire.tls import open_channel, tls_of
 
+_NO_ANSWER: Final = "no answer"
 TERMINAL = (
     save_pb2.SAVE_STATE_COMMITTED,
     save_pb2.SAVE_STATE_ABORTED,
@@ -56,6 +58,7 @@ def embedded_sidecars() -> list[str]:
     The default one comes before those of jobs on several hosts.
     """
     default = addresses.embedded_sidecar(addresses.runtime_dir())
+    await_restored(addresses.runtime_dir(), lambda: listens(default))
     known = addresses.embedded_sidecars(addresses.runtime_dir())
     return [each for each in known if listens(each)] or [default]
 
@@ -81,7 +84,7 @@ def _refusal(address: str) -> str:
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), timeouts.CONNECT_S).close()
     except TimeoutError:
-        return "no answer"
+        return _NO_ANSWER
     except OSError as error:
         return (error.strerror or str(error)).lower()
     return ""
@@ -118,7 +121,9 @@ def translate_rpc_errors(address: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.UNAVAILABLE and (refusal := _refusal(address)):
+        unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
+        refusal = _refusal(address) if unavailable else ""
+        if refusal not in ("", _NO_ANSWER):
             raise NoDaemonError(address, refusal) from None
         raise errors.from_rpc_error(error, peer=f"the daemon at {address}") from error
 

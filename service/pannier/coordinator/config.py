@@ -19,7 +19,7 @@ class CoordinatorConfig(DaemonSettings):
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the fsspec file systems."""
     planner: tuple[str, ...] = ()
-    """``module:Class`` of planners that override global planning and may run here."""
+    """``module:Class`` of planners that override global planning and may run here; an embedded one needs no names."""
     embedded: bool = False
     """Started by a client (``pannier up``)."""
     idle_exit_s: float | None = None

@@ -143,6 +143,7 @@ def apply_trainer_reports(
     this after the same message's reports about ranks were applied.
     """
     reported = list(trainers)
+    registry.note_trainers(sidecar, (each for each in reported if not each.death))
     for save in registry.undecided() if reported else ():
         expected = save.context.save
         for trainer in reported:

@@ -134,7 +134,7 @@ async def serving(
     """
     status_registry = StatusRegistry()
     daemon_info = DaemonInfo(config.host, loads=LoadRegistry(sees_all=True))
-    planners = Planners(config.planner)
+    planners = Planners(config.planner, on_demand=config.embedded)
     stores = Stores(allow=config.allow, storage_options=config.storage_options)
     with ThreadPoolExecutor(_THREADS, "pannier-plan") as threads:
 
@@ -166,6 +166,7 @@ async def serving(
         )
         IncarnationWatch(registry)
         streams = SidecarStreams(registry, stores, daemon_info.loads)
+        daemon_info.waits = streams.waits
         service = CoordinatorService(registry, stores, planners, streams, cache)
         read_state = read_on_loop(asyncio.get_running_loop())
         metrics = Metrics("coordinator", daemon_info)

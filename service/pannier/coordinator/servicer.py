@@ -39,6 +39,7 @@ from pannier.wire.errors import (
     InvalidRequestError,
     PannierError,
     SaveAbortedError,
+    failure_messages,
 )
 
 _log = logging.getLogger(__name__)
@@ -337,4 +338,4 @@ def _shared_error(
     save = registry.find(context.save)
     if save is not None and save.failing:
         return save.error()
-    return InvalidRequestError(str(error), error.failures.values())
+    return InvalidRequestError(str(error), failure_messages(error))

@@ -16,6 +16,7 @@ from typing import Final
 
 from pannier.common import observer_clock, timeouts
 from pannier.common.rank_phase import has_reached
+from pannier.common.wait_text import aged
 from pannier.coordinator.liveness import SidecarPeers, apply_trainer_reports
 from pannier.coordinator.replica_holders import ReplicaHolders, Sent
 from pannier.coordinator.saves import save_view
@@ -183,6 +184,12 @@ class SidecarStreams:
         apply_trainer_reports(self._registry, peer, request.trainers)
         self._apply_loads(peer, request)
         if request.HasField("copies"):
+            # It comes with all trainers.
+            peer.waits = [
+                (each.job, aged(each.waiting, limits.age(each.seconds_since_seen)))
+                for each in request.trainers
+                if each.HasField("waiting")
+            ]
             del request.copies.copies[_COPIES_KEPT:]
             self._apply_replicas(stream, request.copies.replicas[:_REPLICAS_KEPT])
             del request.copies.replicas[:]
@@ -331,7 +338,11 @@ class SidecarStreams:
         else:
             save.resume()
 
-    # Status of saves.
+    # Status, for operators.
+
+    def waits(self, job: str = "") -> list[save_pb2.TrainingWait]:
+        """The calls in which trainers (of one job) wait, as the attached sidecars have reported them."""
+        return [wait for peer in self.attached() for of, wait in peer.waits if job in ("", of)]
 
     def _on_change(self, save: Save) -> None:
         summary = _summary(save)

@@ -1,8 +1,8 @@
 """The listener of ``--health``: gRPC health checks in plaintext, for Kubernetes' probes.
 
-In: an address, a readiness function, and the daemon's event loop. Out: ``grpc.health.v1.Health/Check``
-and no other service, since the kubelet's probes support neither unix sockets nor TLS: all that a
-caller learns is whether the daemon lives and takes saves. Runs in threads of its own server.
+In: an address, a readiness function, and the daemon's event loop. Out: ``grpc.health.v1.Health/Check``,
+its reflection, and no other service, since the kubelet's probes support neither unix sockets nor TLS: all
+that a caller learns is whether the daemon lives and takes saves. Runs in threads of its own server.
 
 ``liveness``: the event loop runs callbacks. ``readiness``, or no service name: recovery is complete
 and new saves are taken.
@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from typing import Final
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from pannier.common import timeouts
 from pannier.daemon.listeners import server_options
@@ -102,6 +103,7 @@ def serve_health(
     threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pannier-health")
     server = grpc.server(threads, options=server_options(), maximum_concurrent_rpcs=_CALLS)
     health_pb2_grpc.add_HealthServicer_to_server(_Health(ready, loop, alive), server)
+    reflection.enable_server_reflection((health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
         server.add_insecure_port(parse_address(address, setting="--health"))
     except RuntimeError as error:

@@ -3,21 +3,24 @@
 In: handlers. Out: handlers that a server calls in their place. Handlers only raise: a PannierError
 reaches the caller with its class, message and failures (:mod:`pannier.wire.errors`); any other
 exception is a bug, logged with its traceback and reported to the caller as an internal error.
+Handlers of streams are asynchronous generators, before and after: other people's interceptors understand
+no other kind (opentelemetry-instrumentation-grpc iterates over them with ``async for``).
 On the event loop.
 """
 
+import asyncio
 import inspect
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any, Final, NoReturn
 
 import grpc
 
 from pannier.v1 import save_pb2
-from pannier.wire.errors import PannierError, trailing_metadata
+from pannier.wire.errors import PannierError, failure_messages, trailing_metadata
 from pannier.wire.failures import cut_text
 
 _log = logging.getLogger(__name__)
@@ -77,7 +80,7 @@ def _fit_metadata(error: PannierError) -> PannierError:
     """A copy of ``error`` with as many failures as trailing metadata can hold."""
     room = _MAX_FAILURES_BYTES
     kept: list[save_pb2.Failure] = []
-    for failure in error.failures.values():
+    for failure in failure_messages(error):
         short = save_pb2.Failure()
         short.CopyFrom(failure)
         short.message = cut_text(failure.message, _MAX_DETAILS)
@@ -121,20 +124,16 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unu
         return known[1]
 
     def wrap(self, function: Callable[..., Any], method: str) -> Callable[..., Any]:
-        """The coroutine that is called in place of ``function``.
-
-        gRPC leaves a generator whose call is cancelled between two responses to the garbage collector. Here
-        its cleanup has ended when the call has.
-        """
+        """What is called in place of ``function``, and of the same kind: a coroutine or a generator."""
         if inspect.isasyncgenfunction(function):
 
-            async def stream(request: Any, context: Any) -> None:
+            async def stream(request: Any, context: Any) -> AsyncGenerator[Any, None]:
                 async with (
                     self.around(context, method),
                     aclosing(function(request, context)) as responses,
                 ):
                     async for response in responses:
-                        await context.write(response)
+                        yield response
 
             return stream
 
@@ -154,11 +153,39 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unu
 
 
 class ErrorInterceptor(WrappingInterceptor):
-    """Ends calls of Pannier's services with the status of what their handlers raise."""
+    """Ends calls of Pannier's services with the status of what their handlers raise.
+
+    The first of a server's interceptors: it closes the generators of the others, too. gRPC (1.85) and
+    interceptors of others leave a generator whose call is cancelled between two responses to the garbage
+    collector.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._closing: set[asyncio.Task[None]] = set()
 
     def applies(self, method: str) -> bool:
         """Those of Pannier's services."""
         return method.startswith(_PANNIER)
+
+    def wrap(self, function: Callable[..., Any], method: str) -> Callable[..., Any]:
+        """A generator is closed as soon as its call has ended."""
+        wrapped = super().wrap(function, method)
+        if not inspect.isasyncgenfunction(wrapped):
+            return wrapped
+
+        async def stream(request: Any, context: Any) -> AsyncGenerator[Any, None]:
+            responses = wrapped(request, context)
+            context.add_done_callback(lambda _: self._close(responses))
+            async for response in responses:
+                yield response
+
+        return stream
+
+    def _close(self, responses: AsyncGenerator[Any, None]) -> None:
+        task = asyncio.ensure_future(responses.aclose())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     @asynccontextmanager
     async def around(self, context: Any, method: str) -> AsyncIterator[None]:

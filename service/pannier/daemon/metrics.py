@@ -23,11 +23,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from pannier.common.message_json import seconds_of
+from pannier.common.wait_text import wait_word
 from pannier.daemon.http_server import Request, Response
 from pannier.daemon.status_service import Backlog, DaemonInfo
 from pannier.storage import io_threads
 from pannier.v1 import save_pb2
-from pannier.wire.failures import kind_name
+from pannier.wire.errors import kind_name
 from pannier.wire.version import package_version
 
 UNDER_WAY: Final = (
@@ -99,9 +101,9 @@ class SaveCounts:
             self._failures.update(failure.kind for failure in save.failures)
             if save.state != save_pb2.SAVE_STATE_COMMITTED:
                 return
-            job = self._job(save.save.job, save.created_at)
+            job = self._job(save.save.job, seconds_of(save.created_at))
             job.bytes += save.bytes_total
-            at = save.created_at + save.committed_s
+            at = seconds_of(save.created_at) + save.committed_s
             if job.committed is None or at >= job.committed:
                 job.committed, job.step = at, step_of(save.checkpoint_id)
         for phase, seconds in (
@@ -205,6 +207,21 @@ def saves_under_way(under: ActiveSaves) -> Iterable[Metric]:
         "Seconds since the oldest undecided save began; 0 without one.",
         under.oldest_s,
     )
+
+
+def ranks_waiting(waits: Iterable[save_pb2.TrainingWait]) -> Metric:
+    """Ranks whose training loop stands still, by reason."""
+    family = GaugeMetricFamily(
+        "pannier_ranks_waiting",
+        "Ranks whose training loop a call of Pannier has kept waiting for more than 2 s, by reason.",
+        labels=["reason"],
+    )
+    ranks = Counter({reason: 0 for reason in save_pb2.WaitReason.values() if reason})
+    for wait in waits:
+        ranks[wait.reason] += wait.ranks
+    for reason, count in ranks.items():
+        family.add_metric([wait_word(reason)], count)
+    return family
 
 
 def state_word(state: int) -> str:

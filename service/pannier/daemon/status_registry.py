@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from pannier.common.deadline import within
+from pannier.daemon.save_summary import shown
 from pannier.v1 import save_pb2
 from pannier.wire.errors import PannierError
 from pannier.wire.object_names import save_text
@@ -92,15 +93,17 @@ class StatusRegistry(Notifier):
         self.notify(key)
 
     def find(self, name: str) -> str:
-        """Key of a save by its id, or of the newest save to a checkpoint id.
+        """Key of a save by its id, or of the newest save to a checkpoint id or one that ends with ``/name``.
 
         Raises UnknownSaveError.
         """
         with self._lock:
             if name in self._entries:
                 return name
-            for key, entry in reversed(self._entries.items()):
-                if entry.checkpoint_id == name:
+            newest_first = [*reversed(self._entries.items())]
+        for matches in (name.__eq__, lambda checkpoint_id: checkpoint_id.endswith(f"/{name}")):
+            for key, entry in newest_first:
+                if matches(entry.checkpoint_id):
                     return key
         raise UnknownSaveError(f"this daemon knows no save {name!r}; `pannier status` lists them")
 
@@ -111,7 +114,7 @@ class StatusRegistry(Notifier):
             entry = self._entries.get(key)
         if entry is None:
             raise UnknownSaveError(f"save {key} was just removed")
-        return entry.render()
+        return shown(entry.render())
 
     def newest(self, limit: int) -> "builtins.list[str]":
         """Keys of at most ``limit`` saves, newest first."""
@@ -128,7 +131,7 @@ class StatusRegistry(Notifier):
         for entry in reversed(entries):
             if len(found) >= (limit or _DEFAULT_LIMIT):
                 break
-            status = entry.render()
+            status = shown(entry.render())
             if not states or status.state in states:
                 found.append(status)
         return found

@@ -6,7 +6,7 @@ daemon's event loop.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pannier.common import timeouts
+from pannier.common.wait_text import training_waits
 from pannier.daemon.loads.load_registry import LoadRegistry
 from pannier.daemon.status_registry import TERMINAL, StatusRegistry
 from pannier.v1 import load_status_pb2, save_pb2, status_pb2, status_pb2_grpc
@@ -86,8 +87,15 @@ class DaemonInfo:
     """Called on the event loop."""
     trainers: Callable[[], int] | None = None
     """Number of connected trainers, called on the event loop; None: a coordinator, which has none."""
+    waits: Callable[[str], Iterable[save_pb2.TrainingWait]] = lambda job: ()
+    """Calls that keep training loops waiting, of a job or ("") of all; called on the event loop."""
     loads: LoadRegistry = field(default_factory=LoadRegistry)
     """The loads that were reported to the daemon."""
+
+    @property
+    def daemon(self) -> str:
+        """``sidecar`` or ``coordinator``."""
+        return "coordinator" if self.trainers is None else "sidecar"
 
     @property
     def state(self) -> str:
@@ -130,8 +138,8 @@ def _reflected(services: Sequence[str]) -> tuple[str, ...]:
     return (*services, _STATUS, health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 
-def describe_daemon(daemon_info: DaemonInfo) -> status_pb2.ListSavesResponse:
-    """A ListSavesResponse without saves."""
+def describe_daemon(daemon_info: DaemonInfo, job: str = "") -> status_pb2.ListSavesResponse:
+    """A ListSavesResponse without saves; ``job``: the only one whose waits are wanted."""
     backlog = daemon_info.backlog()
     return status_pb2.ListSavesResponse(
         daemon_state=daemon_info.state,
@@ -152,6 +160,8 @@ def describe_daemon(daemon_info: DaemonInfo) -> status_pb2.ListSavesResponse:
         upload_limited=backlog.upload_limited,
         memory_limit=backlog.memory_limit,
         memory_used=backlog.memory_used,
+        training_waits=training_waits(daemon_info.waits(job)),
+        daemon=daemon_info.daemon,
     )
 
 
@@ -166,7 +176,7 @@ class _StatusServicer(status_pb2_grpc.StatusServicer):
         self, request: status_pb2.ListSavesRequest, context: Any
     ) -> status_pb2.ListSavesResponse:
         """See the proto."""
-        response = describe_daemon(self._daemon_info)
+        response = describe_daemon(self._daemon_info, request.job)
         response.saves.extend(
             self._status_registry.list(job=request.job, states=request.states, limit=request.limit)
         )

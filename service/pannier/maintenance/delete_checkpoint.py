@@ -28,7 +28,7 @@ from pannier.attempts.delete_attempt import find_planned, find_uploads, remove_e
 from pannier.attempts.leases import Lease, find_leases
 from pannier.attempts.metadata_swap import settle_copies, stat_metadata
 from pannier.common.fault_points import point
-from pannier.maintenance.inspect import View, find_needed, view
+from pannier.maintenance.inspect import View, describe_root, find_needed, view
 from pannier.storage import ConflictError, HeldError, NotFoundError, ObjectInfo, StorageError, Store
 from pannier.storage.local.atomic_file import HIDDEN
 from pannier.storage.retry import clean_up, contend
@@ -121,7 +121,10 @@ async def plan_removal(store: Store) -> RemovalPlan:
             "remove it with your storage's own tools"
         )
     if not seen.attempts:
-        raise SaveAbortedError(f"there is no checkpoint at {store.url}, and no records of a save")
+        root = await describe_root(store)
+        raise SaveAbortedError(
+            f"there is no checkpoint at {store.url}, and no records of a save{root and f': {root}'}"
+        )
     if seen.metadata is not None and seen.metadata.hold:
         raise HeldError(
             f"{store.url}/{object_names.METADATA} is under a hold ({seen.metadata.hold}) and can't be "

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from pannier.attempts.decisions import Decisions, read_decisions
+from pannier.attempts.listing import CheckpointState, list_checkpoints
 from pannier.attempts.metadata_refs import referenced_files
 from pannier.attempts.metadata_swap import stat_metadata
+from pannier.common.locations import CHILDREN
 from pannier.storage import NotFoundError, ObjectInfo, Store
 from pannier.storage.retry import contend
 from pannier.v1 import records_pb2
@@ -153,3 +155,17 @@ def by_checkpoint(objects: Iterable[ObjectInfo]) -> dict[str, list[ObjectInfo]]:
                 continue
         found[directory].append(replace(info, key=name))
     return {directory: found[directory] for directory in sorted(own)}
+
+
+async def describe_root(store: Store) -> str:
+    """What to give instead of a directory that holds checkpoints; empty: it holds none. Raises StorageError."""
+    below = [
+        each.name
+        for each in await list_checkpoints(store, CHILDREN)
+        if each.state is CheckpointState.COMMITTED
+    ]
+    if not below:
+        return ""
+    return (
+        f"it is a root, which `pannier ls` lists: give a checkpoint, like {store.url}/{below[-1]}"
+    )

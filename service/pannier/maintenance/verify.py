@@ -7,6 +7,7 @@ import crc32c
 
 from pannier.attempts.decisions import read_decisions
 from pannier.attempts.manifests import ManifestRecord, read_manifest
+from pannier.maintenance.inspect import describe_root
 from pannier.storage import NotFoundError, Store
 from pannier.storage.many import for_each
 from pannier.v1 import records_pb2
@@ -69,7 +70,11 @@ async def verify(store: Store, *, progress: Callable[[int, int], None]) -> Verif
     if before is None:
         raise SaveAbortedError(
             f"{store.url} has no {object_names.METADATA}: "
-            + (await _other_format(store) or "it is not a committed checkpoint")
+            + (
+                await _other_format(store)
+                or await describe_root(store)
+                or "it is not a committed checkpoint"
+            )
         )
     content = await store.read_whole(object_names.METADATA, MOST_METADATA)
     decisions = await read_decisions(store, await store.list(object_names.attempts_prefix()))

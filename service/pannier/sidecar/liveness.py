@@ -10,9 +10,10 @@ from collections import OrderedDict
 from typing import Final
 
 from pannier.common import observer_clock, timeouts
+from pannier.common.wait_text import aged
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.save_state import RankSave
-from pannier.v1 import coordinator_pb2
+from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +31,24 @@ class TrainerLiveness:
         self._last_seen: dict[Key, float] = {}
         self._dead: OrderedDict[Key, tuple[float, str]] = OrderedDict()
         self._unresponsive: set[Key] = set()
+        self._waits: dict[Key, save_pb2.TrainingWait] = {}
+        """The call in which a trainer waits, as its last ping reported."""
+
+    def note_ping(self, key: Key, request: sidecar_pb2.PingRequest) -> None:
+        """The trainer pinged."""
+        self.mark_seen(key)
+        self._waits.pop(key, None)
+        if request.HasField("waiting"):
+            self._waits[key] = request.waiting
+
+    def waits(self, job: str = "") -> list[save_pb2.TrainingWait]:
+        """The calls in which trainers (of one job) wait."""
+        now = observer_clock.now()
+        return [
+            aged(wait, now - self._last_seen[key])
+            for key, wait in self._waits.items()
+            if key in self._last_seen and job in ("", key[0])
+        ]
 
     def mark_seen(self, key: Key) -> None:
         """The trainer connected or pinged."""
@@ -41,11 +60,13 @@ class TrainerLiveness:
 
     def remove(self, key: Key) -> None:
         """The trainer has closed its client: it is no longer reported."""
+        self._waits.pop(key, None)
         self._last_seen.pop(key, None)
 
     def mark_dead(self, key: Key, description: str) -> None:
         """The trainer's process has ended; ``description`` names it, human-readable."""
         self._last_seen.pop(key, None)
+        self._waits.pop(key, None)
         self._dead[key] = (observer_clock.now(), description)
         self._dead.move_to_end(key)
         while len(self._dead) > _DEAD_KEPT:
@@ -63,6 +84,7 @@ class TrainerLiveness:
                 rank=rank,
                 seconds_since_seen=now - at,
                 death=description,
+                waiting=None if description else self._waits.get((job, incarnation, rank)),
             )
             for (job, incarnation, rank), at, description in (*seen, *dead)
             if not description or now - at < timeouts.DEAD_TRAINER_KEPT_S

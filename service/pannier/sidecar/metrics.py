@@ -24,6 +24,7 @@ from pannier.daemon.metrics import (
     Metrics,
     backlog_families,
     failures_total,
+    ranks_waiting,
     saves_ended,
     saves_under_way,
 )
@@ -244,6 +245,7 @@ def serving_http(
     def collect() -> list[Metric]:
         return [
             *metrics.collect(daemon_info.backlog(), trainers(), connected=connected()),
+            ranks_waiting(daemon_info.waits("")),
             *load_families(daemon_info.loads),
             *read_families(daemon_info.loads),
         ]

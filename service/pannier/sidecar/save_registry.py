@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
+from pannier.common.units import size_text
 from pannier.daemon.status_registry import TERMINAL
 from pannier.sidecar.save_state import (
     FAILED,
@@ -20,7 +21,12 @@ from pannier.sidecar.save_state import (
 )
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
-from pannier.wire.errors import InvalidRequestError, SaveAbortedError, UnavailableError
+from pannier.wire.errors import (
+    InvalidRequestError,
+    SaveAbortedError,
+    UnavailableError,
+    failure_messages,
+)
 from pannier.wire.limits import check_room
 from pannier.wire.object_names import data_prefix, save_text
 
@@ -236,7 +242,7 @@ class SaveRegistry:
         assert rank.receipt is not None
         size = sum(file.size for file in rank.receipt.files)
         what = "handed over" if rank.phase is Phase.HANDED_OVER else "ingested"
-        _log.info("%s is %s: %d bytes", rank.label, what, size, extra=rank.log_fields)
+        _log.info("%s is %s: %s", rank.label, what, size_text(size), extra=rank.log_fields)
 
     # Uploads, failures and the coordinator's decisions.
 
@@ -291,7 +297,7 @@ class SaveRegistry:
             status = save_pb2.SaveStatus(
                 save=rank.save.id,
                 state=save_pb2.SAVE_STATE_ABORTED,
-                failures=error.failures.values(),
+                failures=failure_messages(error),
             )
             self.apply_status(status)
 
@@ -377,9 +383,9 @@ class SaveRegistry:
 
     def _confirm_claims(self, save: Save, status: save_pb2.SaveStatus) -> None:
         """Confirms the claims of the ranks: the save's plan has their parts."""
-        for rank in save.ranks.values() if status.plan_id else ():
+        for rank in save.ranks.values() if status.plan.id else ():
             if rank.unconfirmed is not None and rank.phase not in FAILED:
-                self.confirm_plan(rank, status.plan_id)
+                self.confirm_plan(rank, status.plan.id)
 
     def _end(self, save: Save, outcome: save_pb2.SaveStatus) -> list[Save]:
         """Ends a save; returns the ended saves that are no longer remembered."""

@@ -189,7 +189,7 @@ class RankSave:
     def needs_trainer(self) -> bool:
         """Whether the save fails with the rank's trainer: bytes are missing, or its local plan."""
         status = self.save.coordinator_status
-        plan_requested = status is not None and status.full_plan_requested
+        plan_requested = status is not None and status.plan.full_plan_requested
         return self.phase in BEFORE_HAND_OVER or (
             self.phase is Phase.HANDED_OVER and plan_requested
         )
@@ -373,8 +373,7 @@ class Save:
         return (
             before is None
             or before.state != status.state
-            or before.full_plan_requested != status.full_plan_requested
-            or before.plan_id != status.plan_id
+            or before.plan != status.plan
             or len(before.failures) != len(status.failures)
         )
 

@@ -86,6 +86,7 @@ class Sidecar:
             config.host,
             backlog=self.backlog,
             trainers=lambda: self._connections.ranks_by_job().total(),
+            waits=lambda job: self.trainers.waits(job),
         )
         self.auth = None if job is None else JobAuth(job)
         self._job = job
@@ -367,6 +368,7 @@ class Sidecar:
                 ("grpc.max_concurrent_streams", _CALLS_PER_CONNECTION),
             ],
             interceptors=[
+                ErrorInterceptor(),
                 *authenticating,
                 AdmissionInterceptor(
                     {
@@ -376,7 +378,6 @@ class Sidecar:
                         **doctor_checks.LIMITS,
                     }
                 ),
-                ErrorInterceptor(),
             ],
         )
         self._add_services(server)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Final, Protocol
 
 from pannier.common import observer_clock
+from pannier.common.message_json import timestamp
 from pannier.common.wait_text import Awaited, set_times, waiting_on
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import Backlog
@@ -165,7 +166,11 @@ def save_status(save: Save, coordinator: Coordinator) -> save_pb2.SaveStatus:
     # The coordinator's id differs from that of a rank which missed a call, and is behind its group.
     status.checkpoint_id = status.checkpoint_id or save.checkpoint_id
     status.attempt = status.attempt or next((r.attempt for r in ranks if r.attempt), "")
-    status.created_at = status.created_at or save.created_at
+    if not status.HasField("created_at"):
+        status.created_at.CopyFrom(timestamp(save.created_at))
+    durable = sum(rank.phase is Phase.DURABLE for rank in ranks)
+    status.durable_ranks = max(status.durable_ranks, durable)
+    status.group_size = status.group_size or max((len(r.context.ranks) for r in ranks), default=0)
     status.state = save_state(save)
     if save.outcome is None or not status.ranks:
         del status.ranks[:]

@@ -8,13 +8,14 @@ are forked from this process: modules that it has imported are imported once, an
 import logging
 import os
 import signal
-import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import filelock
 
+from pannier.common import timeouts
+from pannier.common.daemon_process import PID, UP_LOCK, await_restored, is_supervised
 from pannier.common.daemon_record import DaemonRecord
 from pannier.supervisor.processes import (
     GAVE_UP,
@@ -26,23 +27,19 @@ from pannier.supervisor.processes import (
     fork,
     next_start,
 )
+from pannier.supervisor.runtime_directory import (
+    RuntimeDirectory,
+    UnsafeDirectoryError,
+    check_directory,
+    read,
+)
 
 _log = logging.getLogger(__name__)
 
-LOCK = "up.lock"
-PID = "up.pid"
 _STDIN, _STDERR = 0, 2
 
 _MAX_CRASHES = 12
 """Crashes and failed starts in a row before the supervisor gives up: after about a minute."""
-
-
-class AlreadyRunningError(Exception):
-    """Another supervisor holds this runtime directory."""
-
-
-class UnsafeDirectoryError(Exception):
-    """The runtime directory belongs to another user or container, or isn't a directory."""
 
 
 def stop(directory: Path, timeout_s: float) -> bool:
@@ -52,17 +49,18 @@ def stop(directory: Path, timeout_s: float) -> bool:
         TimeoutError: they have not exited after ``timeout_s`` seconds.
         UnsafeDirectoryError: the directory is another user's, or its supervisor another container's.
     """
+    await_restored(directory, lambda: is_supervised(directory))
     if not directory.exists():
         return False
-    _check_directory(directory)
-    lock = filelock.FileLock(directory / LOCK, mode=0o600)
+    check_directory(directory)
+    lock = filelock.FileLock(directory / UP_LOCK, mode=0o600)
     try:
         with lock.acquire(timeout=0):
             return False
     except filelock.Timeout:
-        pid = _read(directory / PID)  # empty when they are exiting already
+        pid = read(directory / PID)  # empty when they are exiting already
     if pid:
-        if not _has_open(int(pid), directory / LOCK):
+        if not _has_open(int(pid), directory / UP_LOCK):
             raise UnsafeDirectoryError(
                 f"the daemons in {directory} run in another container, where their supervisor is "
                 f"process {pid}: end them there"
@@ -83,7 +81,7 @@ class Supervisor:
     """Owner of the daemons. :meth:`run` is called once, in the main thread.
 
     Args:
-        directory: holds the lock and the pid file; created with mode 0700.
+        directory: the runtime directory.
         sidecar: runs the sidecar, in a copy of this process; returns, or exits with, its exit status.
         coordinator: runs the coordinator in the same way; None when the sidecar uses one elsewhere.
         shared: the coordinator serves other hosts as well: its idle exit counts, not the sidecar's.
@@ -103,14 +101,19 @@ class Supervisor:
         grace_s: float,
         margin_s: float = 5.0,
     ) -> None:
-        self._directory = directory
-        self._record = record
+        self._directory = RuntimeDirectory(directory, record)
+        self._sockets: dict[str, set[Path]] = {}
+        """By daemon: those that were seen since it started."""
+        self._missing: set[Path] = set()
+        """Those that were gone at the last look."""
         self._grace_s = grace_s
         self._margin_s = margin_s
-        self._sidecar = Daemon("sidecar", lambda: _fork(sidecar))
+        self._sidecar = Daemon("sidecar", lambda: self._launch("sidecar", sidecar))
         self._daemons = [self._sidecar]
         if coordinator is not None:
-            self._daemons.insert(0, Daemon("coordinator", lambda: _fork(coordinator)))
+            self._daemons.insert(
+                0, Daemon("coordinator", lambda: self._launch("coordinator", coordinator))
+            )
         self._lasting = self._daemons[0] if shared else self._sidecar
         self.idle = False
         """Whether :meth:`run` returned after an idle exit."""
@@ -123,40 +126,49 @@ class Supervisor:
             AlreadyRunningError: another supervisor holds this directory.
             UnsafeDirectoryError: another user could have put sockets there.
         """
-        _own_directory(self._directory)
-        lock = self._lock()
-        pid_file = self._directory / PID
+        self._directory.acquire()
         with self._signals.blocked():
             try:
-                # Before a daemon serves.
-                self._record.write(self._directory)
-                pid_file.write_text(f"{os.getpid()}\n")
+                self._directory.publish()
                 return self._supervise()
             finally:
-                # Removed before the daemons end, so that the next supervisor waits for the lock.
-                pid_file.unlink(missing_ok=True)
+                self._directory.withdraw()
                 hurried = False
                 for daemon in reversed(self._daemons):
                     grace_s = self._grace_s if daemon is self._sidecar else 0.0
                     hurried = self._signals.end(
                         [daemon], 0.0 if hurried else grace_s + self._margin_s
                     )
-                lock.release()
+                self._directory.release()
 
-    def _lock(self) -> filelock.BaseFileLock:
-        lock = filelock.FileLock(self._directory / LOCK, mode=0o600)
-        while True:
-            try:
-                lock.acquire(timeout=0.5)
-            except filelock.Timeout:
-                pid = _read(self._directory / PID)
-                if pid:
-                    raise AlreadyRunningError(
-                        f"process {pid} already supervises {self._directory}"
-                    ) from None
-                # The supervisor that holds the lock is stopping, within its grace period.
-            else:
-                return lock
+    def _launch(self, name: str, run: Callable[[], int]) -> ChildProcess:
+        self._directory.remove_sockets(name)
+        self._sockets[name] = set()
+        self._missing = {path for path in self._missing if not path.name.startswith(f"{name}.")}
+        return _fork(run)
+
+    def _keep_directory(self) -> None:
+        """Makes the directory's files again. A daemon whose socket is gone is started again, to bind it.
+
+        gRPC (1.85) binds no address once it serves. Trainers survive that as any end of a daemon.
+        """
+        try:
+            self._directory.keep()
+        except OSError as error:
+            _log.warning("the runtime directory's files can't be made again: %s", error)
+        for daemon in self._daemons:
+            there = self._directory.sockets(daemon.name)
+            missing = self._sockets.get(daemon.name, set()) - there
+            # A daemon that exits removes its sockets, too: it is gone at the next look.
+            if missing & self._missing and daemon.running():
+                _log.warning(
+                    "%s is gone, does something clean up there? The %s is started again",
+                    *(min(missing), daemon.name),
+                )
+                daemon.signal(signal.SIGKILL)
+                missing = set()
+            self._missing = (self._missing - there) | missing
+            self._sockets.setdefault(daemon.name, set()).update(there)
 
     def _supervise(self) -> int:
         while True:
@@ -165,7 +177,11 @@ class Supervisor:
                 if daemon.crashes > _MAX_CRASHES:
                     _log.error("%s crashed %d times in a row; giving up", daemon.name, _MAX_CRASHES)
                     return GAVE_UP
-            if self._signals.stop_requested(next_start(self._daemons)):
+            self._keep_directory()
+            due_s = next_start(self._daemons)
+            starting = any(not (self._sockets.get(d.name) or d.steady()) for d in self._daemons)
+            check_s = timeouts.DAEMONS_START_POLL_S if starting else timeouts.RUNTIME_DIR_CHECK_S
+            if self._signals.stop_requested(check_s if due_s is None else min(due_s, check_s)):
                 _log.info("stopping: received a signal")
                 return OK
             for daemon in self._daemons:
@@ -215,25 +231,6 @@ def _leave_supervisor() -> None:
         os.environ.pop(name, None)
 
 
-def _own_directory(directory: Path) -> None:
-    """Creates the runtime directory with mode 0700, or checks its owner and sets its mode."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        directory.mkdir(mode=0o700)
-    except FileExistsError:
-        _check_directory(directory)
-        directory.chmod(0o700)
-
-
-def _check_directory(directory: Path) -> None:
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise UnsafeDirectoryError(
-            f"{directory} is not a directory of user {os.getuid()}; name another one with "
-            "--runtime-dir or PANNIER_RUNTIME_DIR"
-        ) from None
-
-
 def _has_open(pid: int, path: Path) -> bool:
     """Whether a process of this user has a file open. A pid of another PID namespace is another process."""
     with suppress(FileNotFoundError, PermissionError):
@@ -242,10 +239,3 @@ def _has_open(pid: int, path: Path) -> bool:
                 if descriptor.samefile(path):
                     return True
     return False
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except FileNotFoundError:
-        return ""

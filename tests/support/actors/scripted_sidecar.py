@@ -224,8 +224,9 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
                 request.context.save,
                 save_pb2.SAVE_STATE_PLANNING,
                 checkpoint_id=request.context.checkpoint_id,
-                plan_id="" if self.forgetful else "p1",
-                full_plan_requested=self.forgetful,
+                plan=save_pb2.PlanState(
+                    id="" if self.forgetful else "p1", full_plan_requested=self.forgetful
+                ),
             )
         if self.commit and not (request.HasField("claim") and self.forgetful):
             self.send_status(

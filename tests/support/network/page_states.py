@@ -7,13 +7,15 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from playwright.sync_api import Page
 
+from pannier.common.message_json import duration, timestamp
+from pannier.common.wait_text import Awaited, waiting_on
 from pannier.daemon.http_server import serve_http
 from pannier.daemon.loads.load_registry import LoadRegistry
 from pannier.daemon.metrics import Metrics
@@ -39,7 +41,7 @@ def _status(number: int, state: "save_pb2.SaveState", seconds_ago: float) -> sav
         id=f"llama-70b/a1b2c3/g5f/{number}",
         checkpoint_id=f"gs://bucket/llama-70b/run-3/step-{number}000",
         state=state,
-        created_at=time.time() - seconds_ago,
+        created_at=timestamp(time.time() - seconds_ago),
     )
 
 
@@ -47,6 +49,8 @@ def _add_rank(
     status: save_pb2.SaveStatus, number: int, phase: "save_pb2.RankPhase", uploaded: float
 ) -> save_pb2.RankStatus:
     """A rank of 10 GiB, and how much of it is in storage, from 0 to 1."""
+    status.group_size += 1
+    status.durable_ranks += phase == save_pb2.RANK_PHASE_DURABLE
     chance = random.Random(number)
     spread, slowness = chance.random(), chance.betavariate(2, 5)
     durable = phase == save_pb2.RANK_PHASE_DURABLE
@@ -126,6 +130,64 @@ def committed(ranks: int, number: int = 38) -> save_pb2.SaveStatus:
     return status
 
 
+def outage(ranks: int, number: int = 40) -> save_pb2.SaveStatus:
+    """UPLOADING: storage has answered nothing but errors for a while."""
+    status = _status(number, save_pb2.SAVE_STATE_UPLOADING, 95)
+    status.planned_s, status.ingested_s = 0.2, 1.9
+    for rank in range(ranks):
+        late = _add_rank(status, rank, save_pb2.RANK_PHASE_INGESTED, 0.1)
+        late.retries, late.last_error = 14, "503 Service Unavailable (gs://bucket/llama-70b)"
+    _wait_for(status, range(ranks), 0)
+    return status
+
+
+def rank_stopped(ranks: int, number: int = 40) -> save_pb2.SaveStatus:
+    """STAGING: one rank has not called save; the others have handed over."""
+    status = _status(number, save_pb2.SAVE_STATE_STAGING, 70)
+    for rank in range(ranks):
+        if rank == 5:
+            host = f"gpu-node-{rank // RANKS_PER_HOST}"
+            missing = status.ranks.add(rank=rank, host=host, phase=save_pb2.RANK_PHASE_MISSING)
+            missing.seconds_since_seen = 64
+            status.group_size += 1
+            continue
+        waiting = _add_rank(status, rank, save_pb2.RANK_PHASE_HANDED_OVER, 0)
+        waiting.ingested_s = 0
+    _wait_for(status, [5], 64)
+    return status
+
+
+def sidecar_stopped(ranks: int, number: int = 40) -> save_pb2.SaveStatus:
+    """UPLOADING: the sidecar of the last host is stopped; its ranks are fine."""
+    status = running(ranks, number)
+    late = range(ranks - RANKS_PER_HOST, ranks)
+    for rank in late:
+        state = status.ranks[rank]
+        state.phase, state.seconds_since_seen = save_pb2.RANK_PHASE_INGESTED, 42
+        state.retries, state.last_error, state.durable_s = 0, "", 0
+    _wait_for(status, late, 42, no_sidecar=True)
+    return status
+
+
+def _wait_for(
+    status: save_pb2.SaveStatus, ranks: Sequence[int], seen_s: float, *, no_sidecar: bool = False
+) -> None:
+    awaited = [
+        Awaited(rank, status.ranks[rank].host, seen_s, no_sidecar=no_sidecar) for rank in ranks
+    ]
+    status.waiting_on.CopyFrom(waiting_on(awaited, deadline_s=3505))
+
+
+def _training_wait(ranks: int) -> save_pb2.TrainingWait:
+    return save_pb2.TrainingWait(
+        call="async_save",
+        checkpoint_id="gs://bucket/llama-70b/run-3/step-42000",
+        reason=save_pb2.WAIT_REASON_ROOM,
+        duration=duration(32),
+        ranks=ranks,
+    )
+
+
 class Pages:
     """The pages of one daemon."""
 
@@ -149,10 +211,13 @@ class Pages:
 
 @contextmanager
 def serving(
-    statuses: Sequence[save_pb2.SaveStatus] = (), backlog: Backlog | None = None
+    statuses: Sequence[save_pb2.SaveStatus] = (),
+    backlog: Backlog | None = None,
+    waits: Sequence[save_pb2.TrainingWait] = (),
 ) -> Iterator[Pages]:
     """The pages of a coordinator with these saves, the newest last; with a backlog, of a sidecar."""
     registry, daemon_info = StatusRegistry(), DaemonInfo("coordinator-0")
+    daemon_info.waits = lambda job: waits
     if backlog is not None:
         daemon_info.backlog = lambda: backlog
     pages = Pages(f"127.0.0.1:{free_port()}", registry, daemon_info.loads)
@@ -170,7 +235,7 @@ class View:
     """What is looked at, and how."""
 
     state: str
-    """``running`` or ``aborted``."""
+    """A key of :data:`STATES`."""
     ranks: int
     width: int
     scheme: str
@@ -182,24 +247,43 @@ class View:
         return f"status-page-{self.state}-{self.ranks}-{self.width}-{self.scheme}.png"
 
 
+STATES: dict[str, Callable[[int], save_pb2.SaveStatus]] = {
+    "running": running,
+    "aborted": aborted,
+    "outage": outage,
+    "rank-stopped": rank_stopped,
+    "sidecar-stopped": sidecar_stopped,
+}
 VIEWS = [
     View(state, ranks, width, scheme)
     for state, ranks, width, scheme in itertools.product(
         ("running", "aborted"), (8, 1000), _WIDTHS, _SCHEMES
     )
+] + [
+    View(state, 16, width, scheme)
+    for state, width, scheme in itertools.product(
+        ("outage", "rank-stopped", "sidecar-stopped"), (1280, 1920), _SCHEMES
+    )
 ]
-DOCUMENTED = (View("running", 1000, 1280, "light"), View("aborted", 1000, 1280, "dark"))
+DOCUMENTED = (
+    View("running", 1000, 1280, "light"),
+    View("aborted", 1000, 1280, "dark"),
+    View("outage", 16, 1280, "light"),
+    View("sidecar-stopped", 16, 1280, "dark"),
+)
 
 
 @contextmanager
 def viewing(page: Page, view: View) -> Iterator[None]:
     """Opens the page of three saves, the one in the view's state shown; at the end it is blank again."""
     ranks = view.ranks
-    saves = [committed(ranks, 38), aborted(ranks, 39), running(ranks, 40)]
-    shown = {"running": saves[2], "aborted": saves[1]}[view.state]
+    newest = running(ranks, 40) if view.state == "aborted" else STATES[view.state](ranks)
+    saves = [committed(ranks, 38), aborted(ranks, 39), newest]
+    shown = saves[1] if view.state == "aborted" else newest
+    waits = [_training_wait(ranks)] if view.state == "outage" else []
     page.set_viewport_size({"width": view.width, "height": 844 if view.width < _PHONE else 900})
     page.emulate_media(color_scheme="dark" if view.scheme == "dark" else "light")
-    with serving(saves) as pages:
+    with serving(saves, waits=waits) as pages:
         page.goto(pages.url(shown.id))
         page.locator("#saves button[aria-current=true]").wait_for()
         if view.state == "running":

@@ -67,7 +67,7 @@ def test_missing_packages_are_named(checkpoint: Path, monkeypatch: pytest.Monkey
     result = pannier_here("export", str(checkpoint), "/nowhere/out")
     assert result.code == 2
     assert "needs torch, numpy, safetensors, not installed in" in result.err
-    assert "pip install 'pannier[torch,export]'" in result.err
+    assert "pip install torch numpy safetensors there" in result.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

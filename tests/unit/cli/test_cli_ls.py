@@ -10,6 +10,7 @@ from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from support.processes.cli import pannier
 from support.storage.checkpoints import write, write_attempt, write_decision
+from support.storage.gcs_server import GcsServer
 
 ATTEMPT = "i1-inc-g0000000a-s3"
 
@@ -96,6 +97,17 @@ def test_checkpoints_are_found_at_any_depth_and_at_the_root_itself(tmp_path: Pat
     assert [line["checkpoint"] for line in lines] == [str(tmp_path), str(tmp_path / "a" / "b")]
 
 
+def test_retain_says_where_its_job_comes_from(tmp_path: Path) -> None:
+    result = pannier("retain", str(tmp_path), "--keep-newest", "1")
+    assert result.code == 2, result
+    assert "the trainers' PANNIER_JOB" in result.err
+    assert f"below {tmp_path} are checkpoints of no job" in result.err
+    write_attempt(tmp_path / "step-1", ATTEMPT)
+    result = pannier("retain", str(tmp_path), "--keep-newest", "1")
+    assert f"below {tmp_path} are checkpoints of job\n" in result.err
+    assert (tmp_path / "step-1/.metadata").exists()
+
+
 def test_a_pattern_chooses_checkpoints_for_ls_and_retain(tmp_path: Path) -> None:
     def nested(step: int, attempt: str, planned_at: float) -> None:
         directory = tmp_path / f"checkpoint-{step}" / "dcp"
@@ -165,3 +177,21 @@ def test_a_typo_of_a_url_is_refused() -> None:
     result = pannier("ls", "gs:/b/x")
     assert result.code == 2, result
     assert "use gs://b/x, or ./gs:/b/x" in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize("command", ["ls", "gc", "recover", "verify", "rm"])
+def test_a_bucket_that_is_down_is_named_while_the_command_waits_and_given_up_soon(
+    command: str, server: GcsServer
+) -> None:
+    server.fault(kind="status", status=503, times=-1)
+    more = ["--yes"] if command == "rm" else []
+    result = pannier(command, "gs://bucket/run", "--timeout", "3", *more, env=server.env)
+    server.clear()
+    assert result.code == 3, result
+    waiting, problem, hint = result.err.splitlines()[-3:]
+    assert waiting.startswith("waiting for gs://bucket/run, up to 3 s (--timeout): ")
+    assert "503" in waiting
+    assert problem.startswith("error: ")
+    assert "503" in problem
+    assert "try again later" in hint
+    assert "credentials" not in hint

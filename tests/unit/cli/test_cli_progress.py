@@ -22,6 +22,7 @@ class Watched:
             id="job/inc/g1/7",
             checkpoint_id="gs://bucket/run/step-100",
             state=save_pb2.SAVE_STATE_UPLOADING,
+            group_size=ranks,
         )
         for rank in range(ranks):
             self.save.ranks.add(
@@ -142,6 +143,7 @@ def test_a_rank_that_was_not_seen_before_the_watch_began_is_late_at_once() -> No
 def test_a_rank_on_another_host_is_late_though_this_sidecar_does_not_list_it() -> None:
     watched = Watched(2)
     watched.save.waiting_on.ranks[:] = [7]
+    watched.save.waiting_on.text = "rank 7 (not seen yet)"
     watched.upload(0, 1, seconds=int(timeouts.UNRESPONSIVE_S) + 1)
     assert watched.progress.late() == "rank 7 (not seen yet)"
 

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from google.protobuf import json_format
 
+from pannier.common.message_json import timestamp
 from pannier.v1 import load_status_pb2, save_pb2, status_pb2, status_pb2_grpc
 from support.processes.cli import pannier, pannier_in_terminal
 from support.processes.daemons import short_directory
@@ -28,8 +29,10 @@ def save(
         checkpoint_id="gs://bucket/run/step-100",
         state=state,
         bytes_total=3 << 30,
-        created_at=1.0,
+        created_at=timestamp(1.0),
         planned_s=0.25,
+        group_size=2,
+        durable_ranks=1 + (phase == save_pb2.RANK_PHASE_DURABLE),
     )
     status.ranks.add(
         rank=0, host="node-0", phase=save_pb2.RANK_PHASE_DURABLE, bytes_durable=1 << 30
@@ -45,7 +48,7 @@ def save(
     )
     if state == save_pb2.SAVE_STATE_UPLOADING:
         status.waiting_on.ranks.append(1)
-        status.waiting_on.text = "ranks [1] (host node-1, last seen 12 s ago)"
+        status.waiting_on.text = "rank 1 (host node-1, last seen 12 s ago)"
         status.waiting_on.deadline_s = 100
     if state == save_pb2.SAVE_STATE_ABORTED:
         status.failures.add(
@@ -65,7 +68,7 @@ def load(state: load_status_pb2.LoadState, name: str = "load-1234") -> load_stat
         id=name,
         checkpoint_id="gs://bucket/run/step-100",
         state=state,
-        created_at=1.0,
+        created_at=timestamp(1.0),
         seconds=3.5,
         group_size=2,
         bytes_total=4 << 30,
@@ -218,14 +221,14 @@ def _removed(directory: Path) -> Iterator[None]:
 def test_status_is_a_table_of_saves(serve: Serve) -> None:
     result = pannier("status", "--address", serve(Scripted([UPLOADING, COMMITTED])))
     assert result.code == 0, result
-    assert "node-0: serving, pannier 1.2.3" in result.out
+    assert "on node-0, job job: serving, pannier 1.2.3" in result.out
     lines = [line for line in result.out.splitlines() if ID in line]
     assert "UPLOADING" in lines[0]
     assert "1 of 2" in lines[0]
     assert "3.0 GiB" in lines[0]
     assert "gs://bucket/run/step-100" in lines[0]
     assert "COMMITTED" in lines[1]
-    waits = "ranks [1] (host node-1, last seen 12 s ago)"
+    waits = "rank 1 (host node-1, last seen 12 s ago)"
     assert waits not in pannier("status", "--address", serve(Scripted([COMMITTED]))).out
     wide = pannier("status", "-o", "wide", "--address", serve(Scripted([UPLOADING])))
     assert waits in wide.out
@@ -264,7 +267,10 @@ def test_status_json_is_the_protos_json(serve: Serve) -> None:
     parsed = json_format.ParseDict(answer, status_pb2.ListSavesResponse())
     assert parsed.saves[0] == UPLOADING
     save = answer["saves"][0]
-    assert set(save) == {field.name for field in save_pb2.SaveStatus.DESCRIPTOR.fields}
+    # `plan` is for clients and sidecars.
+    fields = {field.name for field in save_pb2.SaveStatus.DESCRIPTOR.fields}
+    assert set(save) == fields - {"plan"}
+    assert save["created_at"] == "1970-01-01T00:00:01Z"
     assert save["state"] == "SAVE_STATE_UPLOADING"
     assert (save["bytes_total"], save["save"]["number"]) == (3 << 30, 7)
     assert save["failures"] == []
@@ -349,7 +355,7 @@ def test_status_of_one_save_shows_ranks_and_whom_it_waits_for(serve: Serve) -> N
     address = serve(Scripted([UPLOADING]))
     result = pannier("status", ID, "--address", address)
     assert result.code == 0, result
-    assert "waiting for ranks [1] (host node-1, last seen 12 s ago)" in result.out
+    assert "waiting for rank 1 (host node-1, last seen 12 s ago)" in result.out
     rank = next(line for line in result.out.splitlines() if "503 from storage" in line)
     assert "node-1" in rank
     assert "INGESTED" in rank

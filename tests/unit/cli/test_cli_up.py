@@ -46,7 +46,8 @@ DRIVER = """
 import json, logging, os, sys
 from pathlib import Path
 from pannier.common.daemon_record import DaemonRecord
-from pannier.supervisor.up import AlreadyRunningError, Supervisor
+from pannier.supervisor.runtime_directory import AlreadyRunningError
+from pannier.supervisor.up import Supervisor
 logging.basicConfig(level=logging.INFO)
 directory, coordinator, sidecar, grace, margin = json.loads(sys.argv[1])
 def program(command):

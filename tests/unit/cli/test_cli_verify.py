@@ -228,3 +228,14 @@ def test_a_url_that_is_none_is_wrong_usage(url: str) -> None:
     result = pannier("verify", url)
     assert result.code == 2, result
     assert "Traceback" not in result.err
+
+
+def test_a_root_is_called_one_with_a_checkpoint_to_give_instead(checkpoint: Path) -> None:
+    for command in (("verify",), ("rm", "--yes")):
+        result = pannier(*command, str(checkpoint.parent))
+        assert result.code == 1, result
+        assert (
+            f"it is a root, which `pannier ls` lists: give a checkpoint, like {checkpoint}"
+            in result.err
+        )
+    assert pannier("verify", str(checkpoint)).code == 0

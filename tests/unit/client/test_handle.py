@@ -54,16 +54,14 @@ def test_its_repr_has_id_state_and_percent() -> None:
         resolver.update(
             lambda status, uploaded=uploaded: dataclasses.replace(
                 status,
-                save_state=save_pb2.SAVE_STATE_UPLOADING,
+                state="UPLOADING",
                 bytes=1000,
                 bytes_uploaded=uploaded,
             )
         )
         assert repr(handle) == f"<SaveHandle job/i/g/1 to /x/y: UPLOADING, {percent}%>"
         assert str(handle.status()) == f"save job/i/g/1 to /x/y: UPLOADING {percent}%"
-    resolver.update(
-        lambda status: dataclasses.replace(status, save_state=save_pb2.SAVE_STATE_COMMITTED)
-    )
+    resolver.update(lambda status: dataclasses.replace(status, state="COMMITTED"))
     assert repr(handle) == "<SaveHandle job/i/g/1 to /x/y: COMMITTED, 100%>"
 
 

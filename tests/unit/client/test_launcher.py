@@ -37,6 +37,9 @@ with open(directory + "/started", "a") as file:
         pid=os.getpid(), ppid=os.getppid(), sid=os.getsid(0), cwd=os.getcwd(),
         env=dict(os.environ), arguments=sys.argv[1:], fds=sorted(os.listdir("/proc/self/fd")),
     )) + "\\n")
+coordinator = socket.socket(socket.AF_UNIX)
+coordinator.bind(directory + "/coordinator.sock")
+coordinator.listen()
 server = socket.socket(socket.AF_UNIX)
 server.bind(directory + "/sidecar.sock")
 server.listen()
@@ -136,6 +139,17 @@ def test_daemons_that_end_while_starting_are_an_error_with_their_last_words(
     monkeypatch.setenv("FAKE", "fail")
     with pytest.raises(UnavailableError, match=r"(?s)exited while starting.*no room on the disk"):
         launcher.ensure(Settings(runtime_dir=directory))
+
+
+def test_an_error_has_only_the_lines_of_this_start(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.mkdir(mode=0o700)
+    (directory / "up.log").write_text("old lines\n" * 100)
+    monkeypatch.setenv("FAKE", "fail")
+    with pytest.raises(UnavailableError, match="no room on the disk") as caught:
+        launcher.ensure(Settings(runtime_dir=directory))
+    assert "old lines" not in str(caught.value)
 
 
 def test_daemons_that_do_not_come_up_are_an_error_with_their_last_words(

@@ -21,7 +21,6 @@ from pannier.client.loading.load import load, recent_seconds
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.ranks.load_error import LoadError
 from pannier.common import timeouts
-from pannier.v1 import save_pb2
 from pannier.wire import errors, object_names
 from pannier.wire.errors import (
     IntegrityError,
@@ -317,7 +316,7 @@ def test_a_load_error_is_copied_with_its_failures(checkpoint: Path, copied: Any)
     assert str(error) == str(caught.value)
     failure, before = error.failures[0], caught.value.failures[0]
     assert (failure.rank, failure.host) == (before.rank, before.host)
-    assert (failure.kind, failure.message) == (save_pb2.FAILURE_KIND_CLIENT, before.message)
+    assert (failure.kind, failure.message) == ("CLIENT", before.message)
     cause, stack = copied(failure)
     assert (str(cause), list(stack)) == (before.message, [])
 

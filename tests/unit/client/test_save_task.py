@@ -235,7 +235,7 @@ def test_an_abort_stops_the_streams_and_fails_the_handle(
         SaveAbortedError, match=r"rank 1 \(host node-1\): the process is gone"
     ) as raised:
         saving.handle.result(BOUND_S)
-    assert raised.value.failures[1].kind == save_pb2.FAILURE_KIND_LOST
+    assert raised.value.failures[1].kind == "LOST"
     assert not sidecar.asked(sidecar_pb2.FailRequest)
 
 
@@ -289,7 +289,7 @@ def test_what_was_not_handed_over_is_aborted_without_a_decision(
     carry(saving)
     with pytest.raises(SaveAbortedError, match=r"can't be committed.*bytes changed") as raised:
         saving.handle.result(BOUND_S)
-    assert raised.value.failures[0].kind == save_pb2.FAILURE_KIND_INTEGRITY
+    assert raised.value.failures[0].kind == "INTEGRITY"
     assert not sidecar.asked(sidecar_pb2.HandOverRequest)
 
 
@@ -450,7 +450,7 @@ def test_a_save_whose_deadline_passes_before_it_is_handed_over_is_aborted(
     try:
         with pytest.raises(SaveAbortedError, match="was not handed over") as raised:
             saving.handle.result(BOUND_S)
-        assert raised.value.failures[0].kind == save_pb2.FAILURE_KIND_DEADLINE
+        assert raised.value.failures[0].kind == "DEADLINE"
     finally:
         ended.set()
         carrier.join(BOUND_S)

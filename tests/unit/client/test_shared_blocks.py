@@ -344,7 +344,7 @@ def test_the_result_names_hosts_and_the_slowest_rank() -> None:
     counts[2].bytes.update({"own spool": 3 << 30})
     result = str(combine("gs://b/step", counts))
     assert result == (
-        "LoadResult: 813 files: 760 own spool, 48 node-3, 1 node-2, 4 bucket; 1.0 GiB/s; "
+        "LoadResult: 813 files of all ranks: 760 own host's spool, 48 node-3, 1 node-2, 4 storage; 1.0 GiB/s; "
         "slowest rank 2 (node-2)"
     )
 

@@ -522,7 +522,9 @@ def test_a_rank_whose_plan_is_not_confirmed_is_not_ingested(
     wait_until(lambda: handle.status().bytes_ingested == handle.status().bytes)
     assert not handle.ingest_completion.done()
     claimed = claims(sidecar)[0]
-    sidecar.send_status(claimed.context.save, save_pb2.SAVE_STATE_STAGING, plan_id="p1")
+    sidecar.send_status(
+        claimed.context.save, save_pb2.SAVE_STATE_STAGING, plan=save_pb2.PlanState(id="p1")
+    )
     assert handle.ingest_completion.result(BOUND_S) is None
     assert not handle.done()
     sidecar.send_status(claimed.context.save, save_pb2.SAVE_STATE_COMMITTED)
@@ -545,7 +547,7 @@ def test_a_plan_that_is_confirmed_late_ingests_the_rank_all_the_same(
         sidecar.send_status(
             claimed.context.save,
             save_pb2.SAVE_STATE_INGESTED,
-            plan_id="p1",
+            plan=save_pb2.PlanState(id="p1"),
             ranks=[ingested],
         )
         assert handle.ingest_completion.result(BOUND_S) is None
@@ -563,7 +565,7 @@ def test_the_local_plan_is_sent_while_bytes_are_under_way(
             header.context.save,
             save_pb2.SAVE_STATE_PLANNING,
             checkpoint_id=header.context.checkpoint_id,
-            full_plan_requested=True,
+            plan=save_pb2.PlanState(full_plan_requested=True),
         )
         assert planned.wait(BOUND_S)
 

@@ -1,6 +1,9 @@
 """Planners that override global planning, run in the coordinator by their name."""
 
 import dataclasses
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,7 +136,8 @@ def test_default_planner_by_name_gives_the_same_metadata_as_ours() -> None:
 
 def test_planner_that_is_not_named_is_refused_with_the_flag() -> None:
     options = plans_for(ToHighestRank)[0].plan.options
-    with pytest.raises(InvalidRequestError, match=rf"--planner {named(ToHighestRank)}"):
+    name = named(ToHighestRank)
+    with pytest.raises(InvalidRequestError, match=rf"--planner {name}, or PANNIER_PLANNER={name} "):
         Planners().check(options)
     Planners([named(ToHighestRank)]).check(options)
     # One that leaves global planning alone needs no name.
@@ -172,3 +176,40 @@ def test_planner_data_of_its_own_is_refused_by_name() -> None:
 def test_planner_that_cannot_run_is_refused_at_the_start(name: str, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         Planners([name])
+
+
+def test_an_embedded_coordinator_imports_the_ranks_planner_by_itself() -> None:
+    """What PANNIER_PLANNER says doesn't count: the ranks name their class."""
+    planners = Planners(["no.such.module:Planner"], on_demand=True)
+    plans = plans_for(ToHighestRank)
+    planners.check(plans[0].plan.options)
+    plan = planners.make(plans, ATTEMPT)
+    named_before = Planners([named(ToHighestRank)]).make(plans, ATTEMPT)
+    assert plan.assignment.owner.tolist() == named_before.assignment.owner.tolist()
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "import no_such_module_at_all",
+            "ModuleNotFoundError: No module named 'no_such_module_at_all'",
+        ),
+        ("raise SystemExit('usage: script')", "SystemExit: usage: script"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_class_that_it_cannot_import_ends_the_save_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, text: str
+) -> None:
+    (tmp_path / "own_planner.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    plans = plans_for(ToHighestRank)
+    for plan in plans:
+        plan.plan.options.planner = "own_planner:Planner"
+    planners = Planners(on_demand=True)
+    planners.check(plans[0].plan.options)
+    with pytest.raises(InvalidRequestError, match=re.escape(text)) as caught:
+        planners.make(plans, ATTEMPT)
+    for word in ("own_planner:Planner overrides global planning", sys.executable, "PYTHONPATH"):
+        assert word in str(caught.value)

@@ -3,6 +3,7 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
+from pannier.common.message_json import timestamp
 from pannier.daemon.metrics import SaveCounts, step_of
 from pannier.v1 import save_pb2
 
@@ -37,7 +38,7 @@ def test_a_jobs_age_counts_from_its_first_save_until_it_has_a_commit() -> None:
                 save=save,
                 checkpoint_id=f"/c/step-{number}",
                 state=save_pb2.SAVE_STATE_COMMITTED,
-                created_at=at,
+                created_at=timestamp(at),
                 committed_s=2,
                 bytes_total=10,
             )

@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
-from pannier.daemon.interceptors import ErrorInterceptor
+from pannier.common.deadline import within
+from pannier.daemon.interceptors import AdmissionInterceptor, ErrorInterceptor
 from pannier.v1 import plan_pb2, sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors
 from support.processes.stretch import BOUND_S
@@ -114,34 +115,35 @@ def test_a_stream_ends_with_its_error(channel: grpc.Channel) -> None:
     assert type(errors.from_rpc_error(raised.value, peer="sidecar")) is errors.UnavailableError
 
 
-def test_a_call_that_is_cancelled_between_two_responses_has_cleaned_up_when_it_ends() -> None:
-    closed: list[object] = []
-
-    class Caller:
-        """Receives nothing."""
-
-        def __init__(self) -> None:
-            self.written = asyncio.Event()
-
-        async def write(self, response: object) -> None:
-            self.written.set()
-            await asyncio.Event().wait()
-
-    async def responses(request: object, context: object) -> AsyncIterator[object]:
-        # A circle, as a traceback makes one: it isn't collected at once.
-        this = sys._getframe()
-        try:
-            yield object()
-        finally:
-            await asyncio.sleep(0)
-            closed.append(this)
-
+def test_a_call_that_is_cancelled_between_two_responses_cleans_up_at_once(sockets: Path) -> None:
     async def main() -> None:
-        caller = Caller()
-        task = asyncio.ensure_future(ErrorInterceptor().wrap(responses, "method")(None, caller))
-        await asyncio.wait_for(caller.written.wait(), BOUND_S)
-        task.cancel()
-        await asyncio.wait([task])
-        assert closed
+        closed = asyncio.Event()
+        circles = []
+
+        async def responses(request: object, context: object) -> AsyncIterator[bytes]:
+            # A circle, as a traceback makes one: it isn't collected at once.
+            circles.append(sys._getframe())
+            try:
+                while True:
+                    yield bytes(1 << 20)
+            finally:
+                await asyncio.sleep(0)
+                closed.set()
+
+        server = grpc.aio.server(interceptors=[ErrorInterceptor(), AdmissionInterceptor({})])
+        handler = grpc.method_handlers_generic_handler(
+            "pannier.v1.Sidecar", {"Connect": grpc.unary_stream_rpc_method_handler(responses)}
+        )
+        server.add_generic_rpc_handlers((handler,))
+        address = f"unix://{sockets}/cancelled.sock"
+        server.add_insecure_port(address)
+        await server.start()
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = channel.unary_stream("/pannier.v1.Sidecar/Connect")(b"")
+            # It receives nothing more, so that the handler is not running when the call ends.
+            assert len(await call.read()) == 1 << 20
+            call.cancel()
+            await within(BOUND_S, closed.wait())
+        await server.stop(None)
 
     asyncio.run(main())

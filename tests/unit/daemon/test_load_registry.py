@@ -58,6 +58,8 @@ def test_reports_of_several_ranks_are_one_load(clock: Clock) -> None:
         )
     [status] = loads.list()
     assert status.id == "load-0123456789ab"
+    last = status.checkpoint_id.rpartition("/")[2]
+    assert loads.find(last) == loads.find(status.checkpoint_id) == loads.find(status.id)
     assert loads.find(name) == loads.find(status.id) == loads.find("/c/step-1")
     assert (status.state, status.group_size, status.checkpoint_id) == (LOADING, 2, "/c/step-1")
     assert (status.bytes_read, status.bytes_total, status.hedges) == (100, 200, 2)

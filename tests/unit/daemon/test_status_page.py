@@ -16,8 +16,7 @@ from pannier.daemon.status_page import StatusPage, read_on_loop
 from pannier.daemon.status_registry import StatusRegistry
 from pannier.daemon.status_service import Backlog, DaemonInfo
 from pannier.v1 import save_pb2
-from pannier.wire.errors import InvalidRequestError, PannierError, UnavailableError
-from pannier.wire.failures import kind_name
+from pannier.wire.errors import InvalidRequestError, PannierError, UnavailableError, kind_name
 from support.processes.stretch import BOUND_S
 
 

@@ -7,7 +7,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
+from pannier.daemon.status_registry import StatusRegistry
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
+from pannier.wire.errors import PannierError
 from support.network.in_process_server import KEY, SAVE, Served
 from support.processes.stretch import BOUND_S
 
@@ -21,7 +23,7 @@ def test_status_lists_gets_and_watches(served: Served, channel: grpc.Channel) ->
     assert not stub.ListSaves(status_pb2.ListSavesRequest(job="other"), timeout=BOUND_S).saves
     aborted = status_pb2.ListSavesRequest(states=[save_pb2.SAVE_STATE_ABORTED])
     assert not stub.ListSaves(aborted, timeout=BOUND_S).saves
-    for name in (KEY, "/c/step-1"):
+    for name in (KEY, "/c/step-1", "step-1", "c/step-1"):
         found = stub.GetSave(status_pb2.GetSaveRequest(id=name), timeout=BOUND_S)
         assert found.save.checkpoint_id == "/c/step-1"
 
@@ -38,6 +40,20 @@ def test_status_lists_gets_and_watches(served: Served, channel: grpc.Channel) ->
         stub.GetSave(status_pb2.GetSaveRequest(id=KEY), timeout=BOUND_S)
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND
     assert KEY in raised.value.details()
+
+
+def test_a_whole_checkpoint_id_comes_before_the_end_of_another() -> None:
+    """And the newest save before older ones."""
+    registry = StatusRegistry()
+    for number, place in enumerate(("/a/step-1", "/b/step-1", "step-1", "/c/xstep-2"), 1):
+        save = save_pb2.SaveId(job="job", incarnation="i", group="g", number=number)
+        registry.put(save, place, save_pb2.SaveStatus)
+    assert registry.find("step-1") == "job/i/g/3"
+    registry.remove("job/i/g/3")
+    assert registry.find("step-1") == "job/i/g/2"
+    assert registry.find("a/step-1") == "job/i/g/1"
+    with pytest.raises(PannierError, match="knows no save 'step-2'"):
+        registry.find("step-2")
 
 
 def test_draining_shows_in_health_and_status(served: Served, channel: grpc.Channel) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -71,10 +71,12 @@ class Client:
             wire_version=WIRE_VERSION, world_size=1, pid=42, **fields
         )
 
-        async def send(_: sidecar_pb2.ConnectResponse) -> None:
-            pass
+        async def receive() -> None:
+            async with aclosing(self.connections.connect(request)) as responses:
+                async for _ in responses:
+                    pass
 
-        stream = asyncio.ensure_future(self.connections.connect(request, send))
+        stream = asyncio.ensure_future(receive())
         yield lambda **more: self.connections.ping(sidecar_pb2.PingRequest(**fields, **more))
         stream.cancel()
         await asyncio.wait([stream])

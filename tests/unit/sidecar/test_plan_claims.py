@@ -72,7 +72,7 @@ def answer(
 ) -> None:
     """What the coordinator makes of the claims."""
     status = status_of(context, save_pb2.SAVE_STATE_PLANNING)
-    status.plan_id, status.full_plan_requested = plan_id, requested
+    status.plan.id, status.plan.full_plan_requested = plan_id, requested
     host.coordinator.send(status)
 
 
@@ -145,7 +145,7 @@ def test_a_rank_whose_full_plan_is_requested_is_confirmed_by_the_answer(
     host: Host, trainer: Trainer, context: sidecar_pb2.SaveContext
 ) -> None:
     answer(host, context, requested=True)
-    while not trainer.await_state(context, save_pb2.SAVE_STATE_PLANNING).full_plan_requested:
+    while not trainer.await_state(context, save_pb2.SAVE_STATE_PLANNING).plan.full_plan_requested:
         pass
     # Of a plan that has something else for this rank.
     host.coordinator.part = "other"

@@ -1,6 +1,5 @@
 """A sidecar in this process, with a scripted coordinator and scripted trainers, over unix sockets."""
 
-import asyncio
 import logging
 import os
 import re
@@ -8,7 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -299,13 +298,15 @@ def test_a_message_that_is_no_protobuf_is_refused_with_a_reason(host: Host) -> N
 def test_a_stream_that_is_cancelled_while_it_acknowledges_ends_with_an_error(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    acknowledge = servicer._WriteStream.acknowledge
+    sending = servicer._WriteStream.sending
 
-    async def interrupted(stream: Any, held: int) -> None:
-        asyncio.get_running_loop().call_soon(stream.cancel)
-        await acknowledge(stream, held)
+    @contextmanager
+    def interrupted(stream: Any) -> Iterator[None]:
+        with sending(stream):
+            stream.cancel()
+            yield
 
-    monkeypatch.setattr(servicer._WriteStream, "acknowledge", interrupted)
+    monkeypatch.setattr(servicer._WriteStream, "sending", interrupted)
     host.start()
     trainer = host.trainer()
     header = trainer.header(trainer.context(host.id()), "0", MIB)
@@ -508,7 +509,7 @@ def test_an_aborted_save_leaves_no_objects_and_no_spool_files_taken(host: Host) 
             errors.SaveAbortedError, match="rank 3 \\(host node-9\\): it vanished"
         ) as raised:
             late()
-        assert raised.value.failures[3].kind == LOST
+        assert raised.value.failures[3].kind == "LOST"
     assert not host.objects()
 
 
@@ -886,7 +887,7 @@ def test_a_plan_that_never_fits_the_spool_fails_at_once(host: Host) -> None:
     assert f"{10 * MIB} in its budget in total" in str(raised.value)
     for remedy in (str(host.spool), "--spool-budget", "--spool ", "PANNIER_SPOOL"):
         assert remedy in str(raised.value)
-    assert raised.value.failures[0].kind == save_pb2.FAILURE_KIND_SPOOL
+    assert raised.value.failures[0].kind == "SPOOL"
     report = host.coordinator.await_phase(context, save_pb2.RANK_PHASE_FAILED)
     assert report.failure.kind == save_pb2.FAILURE_KIND_SPOOL
 

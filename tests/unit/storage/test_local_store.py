@@ -256,7 +256,7 @@ def test_what_the_system_refuses_is_said_in_words(
     for code, kind, text in (
         (errno.EACCES, DeniedError, "owner and mode"),
         (errno.EROFS, DeniedError, "Read-only"),
-        (errno.ENOSPC, StorageError, r"No space left.*bytes are free"),
+        (errno.ENOSPC, StorageError, r"No space left.*B are free"),
         (errno.EIO, StorageError, "Input/output error"),
     ):
         failing(code)
@@ -437,3 +437,22 @@ def test_directories_that_a_killed_removal_left_empty_are_found_and_discarded(
     assert (tmp_path / "a user's" / "own").is_dir()
     assert not (tmp_path / "step/.pannier/a").exists()
     assert files(tmp_path) == ["step/.pannier/b/file"]
+
+
+def test_a_file_system_without_locks_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    async def main() -> None:
+        store = store_at(tmp_path)
+        try:
+            await store.create("a", b"1")
+            monkeypatch.setattr(lock.fcntl, "flock", refusing)
+            with pytest.raises(StorageError, match=r"can't be locked.*Lustre"):
+                await store.delete("a")
+        finally:
+            await store.close()
+
+    asyncio.run(main())

@@ -523,6 +523,43 @@ def test_credentials_that_are_not_there_yet_are_looked_for_again(
     run(server, body, key=None, secret=None)
 
 
+def test_a_store_without_conditional_writes_is_named_with_what_it_lacks(faulty: S3Server) -> None:
+    async def body(store: S3Store) -> None:
+        faulty.fault(kind="status", status=501, code="NotImplemented", method="PUT")
+        with pytest.raises(StorageError, match=r"501 NotImplemented.*conditional writes.*crc32c"):
+            await store.create("a", b"1")
+
+    run(faulty, body)
+
+
+def test_a_pods_credentials_that_are_not_there_yet_are_waited_for(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the agent of EKS Pod Identity starts later than the pod."""
+    credentials = tmp_path / "credentials"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    reasons: list[str] = []
+
+    def retried(reason: str) -> None:
+        reasons.append(reason)
+        # Not yet when the first try looks again.
+        if len(reasons) == 2:
+            credentials.write_text(
+                "[default]\naws_access_key_id = test\naws_secret_access_key = test\n"
+            )
+
+    async def body(store: S3Store) -> None:
+        with limited(retried=retried):
+            await store.create("a", b"1")
+
+    run(server, body, key=None, secret=None)
+    assert len(reasons) >= 2
+
+
 def test_a_provider_of_credentials_that_fails_is_asked_again(
     faulty: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

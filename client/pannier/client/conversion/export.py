@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,8 @@ from pannier.wire.errors import ConfigurationError, InvalidRequestError
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of tensors that were read, and of all that are exported."""
-FORMAT: Final = "safetensors"
+Format: TypeAlias = Literal["safetensors"]
+FORMAT: Final[Format] = "safetensors"
 MAX_FILE_BYTES: Final = 2_000_000_000
 """Default limit of a file's size. An export takes three times as much memory."""
 
@@ -60,7 +61,7 @@ def export(
     checkpoint_id: str | os.PathLike[str],
     directory: str | os.PathLike[str],
     *,
-    format: str = FORMAT,
+    format: Format = FORMAT,
     prefix: str = "",
     keys: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
@@ -98,7 +99,7 @@ def export(
     except ImportError as error:
         raise ConfigurationError(
             f"an export needs safetensors, which can't be imported in {sys.prefix} ({error}): pip install "
-            "'pannier[export]' there"
+            "safetensors there"
         ) from error
     path = local_path(directory)
     reader = StorageReader(checkpoint_id, storage_options=storage_options)

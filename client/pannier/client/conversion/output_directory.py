@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from pannier.common.locations import absolute
-from pannier.wire.errors import InvalidRequestError, StorageError
+from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
 
 _PREFIX: Final = "file://"
 _unfinished: Final[set[Path]] = set()
@@ -48,6 +48,8 @@ def new_directory(path: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+    except PannierError:  # a missing checkpoint is an OSError, too
+        raise
     except OSError as error:
         raise StorageError(f"{path} can't be written: {error}") from error
     finally:

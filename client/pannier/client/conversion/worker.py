@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 from pannier.client.conversion.export import export
 from pannier.client.conversion.output_directory import remove_unfinished
 from pannier.client.loading.filesystem import MissingError
+from pannier.wire import errors
 from pannier.wire.errors import PannierError
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -47,8 +48,8 @@ def _print(**fields: Any) -> None:
 
 def _public_type(error: PannierError) -> str:
     """The name of the error's class, or of the nearest one that the command line knows."""
-    module = PannierError.__module__
-    return next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == module)
+    known = vars(errors).values()
+    return next(cls.__name__ for cls in type(error).__mro__ if cls in known)
 
 
 def _end(number: int, _: object) -> NoReturn:

@@ -10,6 +10,7 @@ import grpc
 
 from pannier.client.embedded.daemon_spec import DaemonSpec
 from pannier.common import timeouts
+from pannier.common.units import counted
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
 from pannier.wire.errors import from_rpc_error
@@ -78,7 +79,8 @@ def await_others(spec: DaemonSpec, job: str, incarnation: str, timeout_s: float 
             if not saves:
                 return ""
             if not logged:
-                _log.info("waiting for %d saves of other hosts to be committed", len(saves))
+                others = counted(len(saves), "save")
+                _log.info("waiting for %s of other hosts to be committed", others)
                 logged = True
             if deadline is not None and time.monotonic() > deadline:
                 return "; ".join(each.checkpoint_id for each in saves)

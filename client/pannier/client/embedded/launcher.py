@@ -17,7 +17,9 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +30,7 @@ from pannier.client.embedded import daemon_status, network
 from pannier.client.embedded.daemon_spec import DaemonSpec, host_daemons
 from pannier.client.process_group import process_rank
 from pannier.common import daemon_record, timeouts
+from pannier.common.daemon_process import await_restored
 from pannier.common.daemon_record import DaemonRecord
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, UnavailableError, VersionMismatchError
@@ -70,7 +73,7 @@ def ensure(settings: Settings, spec: DaemonSpec | None = None) -> str:
     up = is_up(spec)
     if up:
         _check_owner(directory)
-    if not up or _may_be_replaced(spec):
+    if not up or _may_be_replaced(settings, spec):
         _start_or_replace(settings, spec)
     _check_daemons(settings, spec)
     return address
@@ -83,8 +86,9 @@ def _start_or_replace(settings: Settings, spec: DaemonSpec) -> None:
         with filelock.FileLock(
             directory / daemon_record.START_LOCK, timeout=2 * timeouts.DAEMONS_START_S, mode=0o600
         ):
-            if is_up(spec) and _may_be_replaced(spec) and daemon_status.is_idle(spec):
+            if is_up(spec) and _may_be_replaced(settings, spec) and daemon_status.is_idle(spec):
                 _end(settings, spec)
+            await_restored(directory, lambda: is_up(spec))
             if not is_up(spec):
                 _start(settings, spec)
                 if spec.on_start is not None:
@@ -201,6 +205,13 @@ def _check_daemons(settings: Settings, spec: DaemonSpec) -> None:
             f"others of them: wait until they exit ({spec.idle_exit_s:g} s after their last trainer), "
             f"{end_them}, or set another PANNIER_RUNTIME_DIR"
         )
+    if _has_other_credentials(settings, spec, record):
+        _log_once(
+            f"the daemons in {directory} ({record.description}) have other credentials in their environment than "
+            f"this process, those of {record.started}, and are busy: if these expire, `pannier down --runtime-dir "
+            f"{directory}` ends the daemons, and the next save starts them with its own; a profile (AWS_PROFILE) is "
+            "read again instead"
+        )
     if mismatch := record.mismatch():
         _log_once(
             f"using the daemons in {directory} ({record.description}), though they {mismatch}: when "
@@ -214,14 +225,23 @@ def _log_once(text: str) -> None:
         _log.warning("%s", text)
 
 
-def _may_be_replaced(spec: DaemonSpec) -> bool:
-    """Whether daemons of another version run there, or of an environment that no longer exists.
+def _has_other_credentials(settings: Settings, spec: DaemonSpec, record: DaemonRecord) -> bool:
+    own = daemon_record.credentials_digest(environment(settings, spec))
+    return record.credentials not in (None, own)
+
+
+def _may_be_replaced(settings: Settings, spec: DaemonSpec) -> bool:
+    """Whether daemons of another version run there, with other credentials, or of an environment that no longer exists.
 
     Only those of jobs on this host alone: others serve the job that they were started for. Daemons
     that don't exit when idle were started by hand.
     """
     record = None if spec.flags else daemon_record.read(spec.directory)
-    return record is not None and record.exits_idle and bool(record.mismatch())
+    return (
+        record is not None
+        and record.exits_idle
+        and (bool(record.mismatch()) or _has_other_credentials(settings, spec, record))
+    )
 
 
 def _end(settings: Settings, spec: DaemonSpec) -> None:
@@ -260,6 +280,7 @@ def _start(settings: Settings, spec: DaemonSpec) -> None:
     log = directory / LOG
     if log.exists() and log.stat().st_size > _LOG_LIMIT:
         log.replace(log.with_suffix(".log.1"))
+    since = log.stat().st_size if log.exists() else 0
     alive, child_end = os.pipe()
     try:
         with log.open("ab") as sink:
@@ -279,7 +300,7 @@ def _start(settings: Settings, spec: DaemonSpec) -> None:
             )
         os.close(child_end)
         child_end = -1
-        _await_start(spec, alive, log)
+        _await_start(settings, spec, alive, partial(_tail, log, since))
     finally:
         os.close(alive)
         if child_end >= 0:
@@ -290,19 +311,23 @@ def _pannier() -> list[str]:
     return [sys.executable, "-m", "pannier.cli"]
 
 
-def _await_start(spec: DaemonSpec, alive: int, log: Path) -> None:
+def _await_start(settings: Settings, spec: DaemonSpec, alive: int, tail: Callable[[], str]) -> None:
+    """Also for the coordinator, which may refuse what the sidecar accepts."""
     deadline = time.monotonic() + timeouts.DAEMONS_START_S
-    while not is_up(spec):
+    coordinator = addresses.embedded_coordinator(spec.directory).removeprefix("unix://")
+    has_own = settings.coordinator is None and "--coordinator" not in spec.flags
+    log = spec.directory / LOG
+    while not (is_up(spec) and (not has_own or accepts(coordinator))):
         # Readable once the other end is closed: the daemons' supervisor has exited.
         ended, _, _ = select.select([alive], [], [], timeouts.DAEMONS_START_POLL_S)
         if ended:
             raise UnavailableError(
-                f"the embedded daemons exited while starting; {log} ends with:\n{_tail(log)}"
+                f"the embedded daemons exited while starting; {log} ends with:\n{tail()}"
             )
         if time.monotonic() > deadline:
             raise UnavailableError(
                 f"the embedded daemons did not start within {timeouts.DAEMONS_START_S:g} s; {log} ends with:\n"
-                f"{_tail(log)}"
+                f"{tail()}"
             )
 
 
@@ -335,10 +360,11 @@ def environment(settings: Settings, spec: DaemonSpec) -> dict[str, str]:
     return kept
 
 
-def _tail(log: Path, size: int = 4096) -> str:
+def _tail(log: Path, since: int = 0, size: int = 4096) -> str:
+    """The end of a log, of what was written after its first ``since`` bytes."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            file.seek(max(since, os.fstat(file.fileno()).st_size - size))
             return file.read().decode(errors="replace").strip() or "(nothing)"
     except OSError as error:
         return f"({error})"

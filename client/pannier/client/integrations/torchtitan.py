@@ -73,12 +73,11 @@ class CheckpointManager(checkpointer.CheckpointManager):
             client.save(state_dict, checkpoint_id=checkpoint_id, overwrite=self._overwrite)
         else:
             pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
-            staging = "overlapped" if pinned else "blocking"
             handle = client.async_save(
                 state_dict,
                 checkpoint_id=checkpoint_id,
                 overwrite=self._overwrite,
-                staging=staging,
+                staging="overlapped" if pinned else "blocking",
             )
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")

@@ -21,6 +21,7 @@ from typing import Any, Final
 import fsspec
 
 from pannier.client.interrupts import shielded
+from pannier.client.loading.cloud_file_system import open_file_system
 from pannier.client.messages.place_line import log_resolved
 from pannier.common import timeouts
 from pannier.common.locations import absolute
@@ -43,8 +44,8 @@ _MODIFIED: Final = ("mtime", "LastModified")
 """Fields of the file systems' ``info`` with the time of the last write; others have ``modified``."""
 
 
-class MissingError(StorageError):
-    """The object or directory doesn't exist."""
+class MissingError(StorageError, FileNotFoundError):
+    """There is no such checkpoint, or no such file in it; also a FileNotFoundError."""
 
 
 @dataclass(frozen=True)
@@ -250,10 +251,10 @@ class StorageDir:
         what = posixpath.join(self.url, name) if name else self.url
         try:
             yield
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise MissingError(f"{what} doesn't exist") from error
         except (StorageError, IntegrityError):
             raise
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise MissingError(f"{what} doesn't exist") from error
         except PermissionError as error:
             raise StorageError(
                 f"{what} can't be {done}: {error}; check the permissions of this process"
@@ -288,7 +289,9 @@ def open_dir(
         if scheme not in _LOCAL:
             # The listings cache never expires.
             options.setdefault("use_listings_cache", False)
-        return StorageDir(url, kind(**options), str(kind._strip_protocol(url)))
+        return StorageDir(
+            url, open_file_system(kind, options, scheme), str(kind._strip_protocol(url))
+        )
     except ImportError as error:
         if scheme not in _PACKAGES:
             # fsspec's text names the package.

@@ -1,7 +1,8 @@
 """Logs long waits in the caller's thread: which call, how long, and what it waits for.
 
 In: a call, and a function that returns what it waits for. Out: a warning after 2 s (on ranks other
-than 0 after 8 s), repeated at growing intervals. One thread for all, started with the first wait. Thread-safe.
+than 0 after 8 s), repeated at growing intervals; and the longest wait of a training loop, for the sidecar and
+operators. One thread for all, started with the first wait. Thread-safe.
 """
 
 import logging
@@ -15,6 +16,8 @@ from typing import Final
 from pannier.client.process_group import process_rank
 from pannier.client.timers import Timers
 from pannier.common import timeouts
+from pannier.common.message_json import duration
+from pannier.v1 import save_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +25,8 @@ _FACTOR: Final = 4.0
 """Growth of the interval between warnings."""
 
 _timers = Timers("pannier-wait-log")
+_training: Final[dict[int, "weakref.ref[Wait]"]] = {}
+"""Calls that keep the training loop waiting, by id."""
 
 
 class Wait:
@@ -30,11 +35,24 @@ class Wait:
     Args:
         call: the user's call, with its target.
         reason: returns what it waits for; empty: not known; None: it waits for nothing now.
+        of: the name and the target of a call that keeps the training loop waiting; None: of another one.
+        why: reason of such a call.
     """
 
-    def __init__(self, call: str, reason: Callable[[], str | None]) -> None:
+    def __init__(
+        self,
+        call: str,
+        reason: Callable[[], str | None],
+        *,
+        of: tuple[str, str] | None = None,
+        why: "save_pb2.WaitReason" = save_pb2.WAIT_REASON_UNSPECIFIED,
+    ) -> None:
         self.call = call
         self.reason = reason
+        self.why = why
+        self._of = of
+        if of is not None:
+            _training[id(self)] = weakref.ref(self)
         self._began = time.monotonic()
         self._over = False
         # Weakly, so that an interrupted call, which never ends its wait, doesn't log for ever.
@@ -47,7 +65,27 @@ class Wait:
     def end(self) -> None:
         """Stops logging."""
         self._over = True
+        _training.pop(id(self), None)
         self._timer.cancel()
+
+    def change(self, reason: Callable[[], str | None], why: "save_pb2.WaitReason") -> None:
+        """It waits for something else from now on."""
+        self.reason, self.why = reason, why
+
+    def message(self) -> save_pb2.TrainingWait:
+        """For the sidecar."""
+        name, checkpoint_id = self._of or ("", "")
+        return save_pb2.TrainingWait(
+            call=name,
+            checkpoint_id=checkpoint_id,
+            reason=self.why,
+            duration=duration(self.seconds),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """How long it has waited."""
+        return time.monotonic() - self._began
 
     def _warn(self) -> None:
         now, reason = time.monotonic(), self.reason()
@@ -63,6 +101,16 @@ class Wait:
             self._timer.cancel()
 
 
+def training_wait() -> save_pb2.TrainingWait | None:
+    """The wait that has kept the training loop for the longest, if for more than 2 s. Any thread."""
+    # Weakly, as above; copied at once, while other threads add and remove.
+    waits = [each for reference in list(_training.values()) if (each := reference()) is not None]
+    longest = max(waits, key=lambda each: each.seconds, default=None)
+    if longest is None or longest.seconds < timeouts.WAIT_WARNING_S:
+        return None
+    return longest.message()
+
+
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     """Calls the method as long as something else refers to its object."""
     reference = weakref.WeakMethod(method)
@@ -76,9 +124,15 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 @contextmanager
-def logged(call: str, reason: Callable[[], str | None]) -> Iterator[Wait]:
-    """Logs the wait in this block, which may replace its reason."""
-    wait = Wait(call, reason)
+def logged(
+    call: str,
+    reason: Callable[[], str | None],
+    *,
+    of: tuple[str, str] | None = None,
+    why: "save_pb2.WaitReason" = save_pb2.WAIT_REASON_UNSPECIFIED,
+) -> Iterator[Wait]:
+    """Logs the wait in this block, which may change its reason; arguments as of :class:`Wait`."""
+    wait = Wait(call, reason, of=of, why=why)
     try:
         yield wait
     finally:
@@ -88,6 +142,7 @@ def logged(call: str, reason: Callable[[], str | None]) -> Iterator[Wait]:
 def _reset_in_child() -> None:
     # The timers' thread exists only in the parent.
     global _timers
+    _training.clear()
     _timers = Timers("pannier-wait-log")
 
 

@@ -20,10 +20,10 @@ class RankFailure(tuple[BaseException, StackSummary]):
     may refer to anything.
     """
 
-    _failure: save_pb2.Failure
+    _failure: errors.Failure
 
     def __new__(
-        cls, failure: save_pb2.Failure, cause: tuple[BaseException, StackSummary] | None = None
+        cls, failure: errors.Failure, cause: tuple[BaseException, StackSummary] | None = None
     ) -> "RankFailure":
         """``cause``: the exception and its stack; default: the message alone."""
         pair = cause or (errors.PannierError(failure.message), StackSummary())
@@ -42,7 +42,7 @@ class RankFailure(tuple[BaseException, StackSummary]):
         return self._failure.host
 
     @property
-    def kind(self) -> save_pb2.FailureKind:
+    def kind(self) -> str:
         """The kind of the failure."""
         return self._failure.kind
 
@@ -50,10 +50,6 @@ class RankFailure(tuple[BaseException, StackSummary]):
     def message(self) -> str:
         """What happened, with which value, and what to do."""
         return self._failure.message
-
-    def SerializeToString(self) -> bytes:
-        """As ``save_pb2.Failure`` does: an error is pickled by its messages."""
-        return self._failure.SerializeToString()
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._failure,)
@@ -77,9 +73,13 @@ class LoadError(errors.LoadError, CheckpointException):
         failures: Iterable[save_pb2.Failure] = (),
         causes: Mapping[int, tuple[BaseException, StackSummary]] | None = None,
     ) -> None:
-        super().__init__(message)
+        messages = [*failures]
+        super().__init__(message, messages)
         known = causes or {}
-        self.failures = {each.rank: RankFailure(each, known.get(each.rank)) for each in failures}
+        self.failures = {
+            each.rank: RankFailure(errors.Failure.of(each), known.get(each.rank))
+            for each in messages
+        }
 
     def __str__(self) -> str:
         # CheckpointException's shows stacks instead of the message.

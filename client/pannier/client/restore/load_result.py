@@ -64,12 +64,21 @@ class LoadResult:
 
     @property
     def files_text(self) -> str:
-        """``812 files: 760 own spool, 48 node-3, 4 bucket``."""
+        """``812 files of all ranks: 760 own host's spool, 48 node-3, 4 storage``; ``18 files: 18 own spool``.
+
+        They are sums over the ranks: a host that is named has sent files to the ranks of others.
+        """
+        words = {BUCKET: "storage"}
+        if hosts := self.files.keys() - {OWN_SPOOL, BUCKET}:
+            words[OWN_SPOOL] = "own host's spool"
         by_source = [
-            f"{self.files[each]} {each}" for each in _shown(self.files) if self.files[each]
+            f"{self.files[each]} {words.get(each, each)}"
+            for each in _shown(self.files)
+            if self.files[each]
         ]
         total = sum(self.files.values())
-        return f"{total} file{'s' if total != 1 else ''}: {', '.join(by_source) or 'none needed'}"
+        files = f"{total} file{'s' if total != 1 else ''}{' of all ranks' if hosts else ''}"
+        return f"{files}: {', '.join(by_source) or 'none needed'}"
 
     def __str__(self) -> str:
         rate = size_text(int(self.total_bytes / max(self.seconds, 1e-3)))

@@ -27,7 +27,7 @@ from pannier.wire.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from pannier.wire.tls import Tls
+from pannier.wire.tls import Tls, channel_to
 from pannier.wire.version import WIRE_VERSION
 
 _log = logging.getLogger(__name__)
@@ -215,14 +215,14 @@ class PeerBlocks:
 
     def _open(self, host: Host, options: list[tuple[str, Any]]) -> grpc.Channel:
         if not host.requires_tls:
-            return grpc.insecure_channel(host.address, options=options)
+            return channel_to(host.address, options, None)
         if isinstance(self._tls, Tls):
             credentials = self._tls.channel_credentials()
         elif self._tls is not None:
             credentials = grpc.ssl_channel_credentials(self._tls.ca, self._tls.key, self._tls.cert)
         else:
             raise ConfigurationError(f"{host.name} requires TLS, and PANNIER_TLS_CERT is not set")
-        return grpc.secure_channel(host.address, credentials, options=options)
+        return channel_to(host.address, options, credentials)
 
 
 class _ReadBlock:

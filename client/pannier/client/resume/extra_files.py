@@ -15,7 +15,6 @@ from pannier.client.default_factory import raise_unretrieved
 from pannier.client.loading import catalog, checksum_verifier
 from pannier.client.loading.filesystem import MissingError, open_dir
 from pannier.client.messages.call_errors import at_call
-from pannier.wire.errors import StorageError
 
 _TRIES: Final = 3
 """Tries, if the checkpoint is replaced while it is read."""
@@ -41,7 +40,8 @@ def read_extra_file(
 
     Raises:
         PannierError: an earlier save failed and its error was not retrieved.
-        StorageError: there is no such checkpoint, or it has no such file.
+        MissingError: there is no such checkpoint, or it has no such file.
+        StorageError: it can't be read.
         IntegrityError: the bytes aren't those that were committed.
     """
     raise_unretrieved()
@@ -52,7 +52,7 @@ def read_extra_file(
         try:
             commit = catalog.find_commit(directory)
         except MissingError:
-            raise StorageError(str(catalog.absence_error(directory))) from None
+            raise catalog.absence_error(directory) from None
         try:
             if commit is None:
                 # Another writer's: there are no records, only the file itself.

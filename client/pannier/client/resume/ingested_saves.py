@@ -32,6 +32,7 @@ from pannier.client.save_factory import SaveFactory
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.common.locations import CHILDREN, Pattern
+from pannier.common.message_json import seconds_of
 from pannier.v1 import records_pb2, save_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, PannierError
@@ -404,5 +405,5 @@ def _parsed(attempt: str) -> object_names.Attempt:
 
 def _order(found: Unfinished, begun: catalog.IncarnationStarts) -> tuple[Any, ...]:
     """Sort key, newest last: what has no attempt yet is newer than what has one."""
-    created = found.status.created_at if found.status is not None else 0.0
+    created = seconds_of(found.status.created_at) if found.status is not None else 0.0
     return not found.attempt, found.order(begun) if found.attempt else (), created

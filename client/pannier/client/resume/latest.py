@@ -7,7 +7,7 @@ collective. Blocking.
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -29,6 +29,8 @@ from pannier.common.deadline import Deadline
 from pannier.common.locations import CHILDREN, Pattern, absolute
 from pannier.wire.errors import DeadlineError, InvalidRequestError, StorageError
 
+Include: TypeAlias = Literal["committed", "ingested"]
+
 _KIND: Final = "latest"
 """Of calls that ranks count."""
 
@@ -39,7 +41,7 @@ def latest(
     pattern: str = CHILDREN.text,
     process_group: Any = None,
     no_dist: bool = False,
-    include: str = "committed",
+    include: Include = "committed",
     timeout: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> str | None:
@@ -100,7 +102,7 @@ def find_latest(
     pattern: str = CHILDREN.text,
     process_group: Any = None,
     no_dist: bool = False,
-    include: str = "committed",
+    include: Include = "committed",
     timeout: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
     before: Callable[[], None] = lambda: None,
@@ -115,7 +117,7 @@ def find_latest(
     wanted = ingested if include == "ingested" else None
 
     def check() -> float | None:
-        if include not in ("committed", "ingested"):
+        if include not in get_args(Include):
             raise InvalidRequestError(f"include={include!r}: give 'committed' or 'ingested'")
         absolute(root)
         Pattern(pattern)

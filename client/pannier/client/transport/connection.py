@@ -17,6 +17,7 @@ import grpc
 
 from pannier.client.identity import Identity
 from pannier.client.interrupts import shielded
+from pannier.client.messages import wait_log
 from pannier.client.timers import Timers
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.client.transport.heartbeat import Heartbeat
@@ -227,7 +228,8 @@ class SidecarConnection:
                     raise UnavailableError("the client is closed") from error
                 if repeatable and deadline.passed:
                     raise UnavailableError(
-                        f"{self.peer} did not answer within {timeout:g} s: is it stopped?"
+                        f"{self.peer} did not answer within {timeout:g} s: "
+                        f"{errors.unanswered(self.peer)}"
                     ) from error
                 raise errors.from_rpc_error(error, peer=self.peer) from error
 
@@ -239,6 +241,7 @@ class SidecarConnection:
             rank=who.rank,
             client=who.client,
             closing=closing,
+            waiting=wait_log.training_wait(),
         )
         self.call("Ping", request, timeout)
 
@@ -324,7 +327,8 @@ class SidecarConnection:
                     raise InterruptedCallError from error
                 if unanswered.is_set():
                     raise UnavailableError(
-                        f"{self.peer} did not answer within {timeouts.CONNECT_S:g} s: is it stopped?"
+                        f"{self.peer} did not answer within {timeouts.CONNECT_S:g} s: "
+                        f"{errors.unanswered(self.peer)}"
                     ) from error
                 raise errors.from_rpc_error(error, peer=self.peer) from error
             finally:

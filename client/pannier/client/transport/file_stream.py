@@ -22,7 +22,7 @@ from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
 from pannier.wire import chunk_codec
 from pannier.wire.chunk_codec import CHUNK_BYTES, Chunk
-from pannier.wire.errors import PannierError, UnavailableError, from_rpc_error
+from pannier.wire.errors import PannierError, UnavailableError, from_rpc_error, unanswered
 
 Progress = Callable[[int], None]
 """Called with the number of bytes of the file that the sidecar holds."""
@@ -212,7 +212,8 @@ class Sender:
                     raise StoppedError from error
                 if stalled.is_set():
                     raise UnavailableError(
-                        f"{self._peer} acknowledged nothing for {self._stall_s:g} s: is it stopped?"
+                        f"{self._peer} acknowledged nothing for {self._stall_s:g} s: "
+                        f"{unanswered(self._peer)}"
                     ) from error
                 if self._channel.was_interrupted(call):
                     raise InterruptedCallError from error

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pannier.client.transport.channel import InterruptedCallError
 from pannier.common import timeouts
 from pannier.common.observer_clock import ObserverClock
-from pannier.wire.errors import DeadlineError, PannierError, UnavailableError
+from pannier.wire.errors import DeadlineError, PannierError, UnavailableError, stopped
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ class Heartbeat:
         self._last_seen = self._clock.now()
         self._missed = 0
         self._unresponsive = False
+        self._state = ""
+        """That its process is stopped, looked up once: each look opens a connection that it doesn't accept."""
 
     def start(self) -> None:
         """Starts the thread."""
@@ -96,13 +98,16 @@ class Heartbeat:
         # One missed answer proves nothing: this trainer itself may have been stopped.
         unresponsive = self._missed > 1 and unseen_s > timeouts.UNRESPONSIVE_S
         if unresponsive:
-            state = "" if self._connected() else "not connected, "
-            self._notify(f"the {self._peer} ({state}last seen {unseen_s:.0f} s ago)")
+            if not self._unresponsive:
+                self._state = stopped(self._peer)
+            seen = f"last seen {unseen_s:.0f} s ago"
+            state = self._state if self._connected() else "not connected"
+            self._notify(f"the {self._peer} ({seen}{state and '; '}{state})")
         if unresponsive and not self._unresponsive and self._connected():
             # A lost connection has been logged already.
             _log.warning(
-                "the %s does not respond, last seen %.0f s ago: its saves wait, until their deadlines",
-                *(self._peer, unseen_s),
+                "the %s does not respond, last seen %.0f s ago %s: its saves wait, until their deadlines",
+                *(self._peer, unseen_s, self._state and f"; {self._state}"),
             )
         elif self._unresponsive and not unresponsive:
             _log.info("the %s responds again", self._peer)

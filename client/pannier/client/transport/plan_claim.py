@@ -94,9 +94,9 @@ class PlanClaim:
 
     def on_status(self, status: save_pb2.SaveStatus) -> None:
         """Takes the coordinator's answer, if ``status`` has it."""
-        if status.plan_id:
-            self._confirm(status.plan_id)
-        elif status.full_plan_requested and not self._is_requested:
+        if status.plan.id:
+            self._confirm(status.plan.id)
+        elif status.plan.full_plan_requested and not self._is_requested:
             self._is_requested = True
             number = self._context.save.number
             try:

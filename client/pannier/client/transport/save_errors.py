@@ -9,10 +9,7 @@ from typing import Final
 from pannier.client.user_errors import description
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire import errors, object_names
-from pannier.wire.errors import (
-    InDoubtError,
-    SaveAbortedError,
-)
+from pannier.wire.errors import InDoubtError, SaveAbortedError, failure_messages
 from pannier.wire.failures import aborted_error, failure_kind
 
 _PLAN_KINDS: Final = frozenset(
@@ -29,13 +26,13 @@ _PLAN_KINDS: Final = frozenset(
 
 def needs_new_plan(error: BaseException) -> bool:
     """Whether the save after one with this error is to be planned again."""
-    failures = error.failures.values() if isinstance(error, errors.PannierError) else ()
+    failures = failure_messages(error) if isinstance(error, errors.PannierError) else ()
     return any(failure.kind in _PLAN_KINDS for failure in failures)
 
 
 def has_plan_changed(error: BaseException) -> bool:
     """Whether the same save succeeds if all ranks plan it again."""
-    failures = error.failures.values() if isinstance(error, errors.PannierError) else ()
+    failures = failure_messages(error) if isinstance(error, errors.PannierError) else ()
     return any(failure.kind == save_pb2.FAILURE_KIND_PLAN_CHANGED for failure in failures)
 
 
@@ -65,11 +62,11 @@ def not_handed_over(
     context: sidecar_pb2.SaveContext, error: errors.PannierError
 ) -> SaveAbortedError:
     """The error of a save that can't be committed, because this rank's part never reached the sidecar."""
-    failures = error.failures or {-1: fail_request(context, error).failure}
+    failures = failure_messages(error) or [fail_request(context, error).failure]
     return SaveAbortedError(
         f"save {object_names.save_text(context.save)} to {context.checkpoint_id} can't be "
         f"committed, because the part of rank {context.rank} was not handed over: {error}",
-        failures.values(),
+        failures,
     )
 
 

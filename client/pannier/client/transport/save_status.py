@@ -28,6 +28,7 @@ from pannier.wire import object_names
 from pannier.wire.errors import (
     BusyError,
     DeadlineError,
+    Failure,
     InDoubtError,
     PannierError,
     SaveAbortedError,
@@ -270,9 +271,7 @@ class StatusFollower:
         self._on_failure = on_failure
         self.times.end("plan")
         self.resolver.update(
-            lambda status: dataclasses.replace(
-                status, attempt=attempt, save_state=save_pb2.SAVE_STATE_STAGING
-            )
+            lambda status: dataclasses.replace(status, attempt=attempt, state="STAGING")
         )
 
     def renumber(self, number: int, attempt: str, make_claim: Callable[[], PlanClaim]) -> None:
@@ -383,12 +382,12 @@ class StatusFollower:
             lambda status: dataclasses.replace(
                 status,
                 attempt=update.attempt or status.attempt,
-                save_state=update.state,
+                state=save_pb2.SaveState.Name(update.state).removeprefix("SAVE_STATE_"),
                 total_bytes=update.bytes_total or status.total_bytes,
                 bytes_ingested=status.bytes if ingested else status.bytes_ingested,
                 bytes_uploaded=max(status.bytes_uploaded, uploaded),
                 waiting_on=self.waiting.text,
-                failures={failure.rank: failure for failure in update.failures},
+                failures={failure.rank: Failure.of(failure) for failure in update.failures},
             )
         )
         if ingested:
@@ -443,9 +442,7 @@ class StatusFollower:
         if not self._begin_end():
             return
         if isinstance(error, SaveSkippedError):
-            self.resolver.update(
-                lambda status: dataclasses.replace(status, save_state=save_pb2.SAVE_STATE_SKIPPED)
-            )
+            self.resolver.update(lambda status: dataclasses.replace(status, state="SKIPPED"))
         with self._resolving(lambda: self.resolver.fail(error, quietly=quietly or is_expected)):
             # Before the caller can see the failure, and save again.
             self._on_failure(error)

@@ -81,6 +81,12 @@ class SavesInProgress:
             saves = [status.handle.status() for status in self._tasks]
         return f"{size_text(_not_uploaded(saves))} of {_count(saves)}" if saves else ""
 
+    def names(self) -> list[str]:
+        """The last parts of the checkpoint ids of the saves that are not committed: ``step-30``."""
+        with self._changed:
+            ids = [status.handle.status().checkpoint_id for status in self._tasks]
+        return [each.rpartition("/")[2] for each in ids]
+
     def add(self, task: SaveTask) -> None:
         """A save has begun."""
         task.status.resolver.use_callbacks(self._callbacks)

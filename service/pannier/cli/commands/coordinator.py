@@ -34,7 +34,7 @@ DEFAULT_ADDRESS = "unix:///run/pannier/coordinator.sock"
     multiple=True,
     metavar="MODULE:CLASS",
     help="A planner class that overrides global planning and is trusted to run here; may be "
-    "given several times (separated by spaces in the variable).",
+    "given several times (separated by spaces in the variable). An embedded coordinator needs none.",
 )
 @option(
     "--suspect-after",

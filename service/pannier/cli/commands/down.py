@@ -33,7 +33,8 @@ def command(*, runtime_dir: Path | None, timeout: float) -> None:
     Exit status 0: none run any more; 1: they have not exited in time.
     """
     from pannier.common import daemon_record
-    from pannier.supervisor.up import UnsafeDirectoryError, stop
+    from pannier.supervisor.runtime_directory import UnsafeDirectoryError
+    from pannier.supervisor.up import stop
     from pannier.wire import addresses
 
     directory = (runtime_dir or addresses.runtime_dir()).absolute()

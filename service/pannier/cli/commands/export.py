@@ -96,7 +96,7 @@ def command(
     if missing:
         raise errors.ConfigurationError(
             f"an export needs {', '.join(missing)}, not installed in {sys.prefix}: pip install "
-            "'pannier[torch,export]' there, or run it where training does"
+            f"{' '.join(missing)} there, or run it where training does"
         )
     result = _run(
         {

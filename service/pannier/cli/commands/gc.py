@@ -13,7 +13,8 @@ import click
 from pannier.attempts.leases import store_time
 from pannier.cli import output
 from pannier.cli.errors import OK, UNREACHABLE, Failures
-from pannier.cli.options import Location, Seconds, option, output_options, storage_options
+from pannier.cli.options import Location, Seconds, option, output_options
+from pannier.cli.storage import open_answering, store_options
 from pannier.cli.table import Column, Fit, Table
 from pannier.maintenance.gc import (
     ABANDONED_AFTER_S,
@@ -42,7 +43,7 @@ class _Found:
 
 @click.command("gc")
 @click.argument("root", type=Location())
-@storage_options
+@store_options
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed; writes nothing.")
 @option(
     "--grace",
@@ -129,8 +130,7 @@ async def _collect(
     undecided: set[str] = set()
     planned: set[str] = set()
     host = socket.gethostname()
-    store = open_store(root, storage_options=options)
-    try:
+    async with open_answering(root, options) as store:
         checkpoints = by_checkpoint(await store.list())
         unfinished = await store.list_unfinished()
         if not (checkpoints or unfinished):
@@ -164,8 +164,6 @@ async def _collect(
         ):
             found.removed.append((root, removed))
         found.complete = True
-    finally:
-        await store.close()
 
 
 def _print(root: str, found: _Found, dry_run: bool, wide: bool) -> None:

@@ -10,11 +10,11 @@ import click
 from pannier.attempts.listing import Checkpoint, list_checkpoints
 from pannier.cli import output
 from pannier.cli.errors import end_negative
-from pannier.cli.options import CheckpointPattern, Location, output_options, storage_options
+from pannier.cli.options import CheckpointPattern, Location, output_options
+from pannier.cli.storage import open_answering, store_options
 from pannier.cli.table import Column, Fit, Table
 from pannier.common.locations import Pattern
 from pannier.maintenance.retention_run import read_record
-from pannier.storage import open_store
 
 Kept = Mapping[str, Mapping[str, Sequence[str]]]
 """Reasons by job and name of a checkpoint."""
@@ -29,7 +29,7 @@ Kept = Mapping[str, Mapping[str, Sequence[str]]]
     help="Only directories of these names below ROOT, which may have shell wildcards, like checkpoint-*/dcp; no "
     "others are listed.  [default: all at any depth]",
 )
-@storage_options
+@store_options
 @output_options
 def command(
     *,
@@ -110,8 +110,5 @@ async def _list(
     root: str, pattern: Pattern | None, options: dict[str, Any]
 ) -> tuple[list[Checkpoint], Kept]:
     """The checkpoints, and the reasons why retention kept them, by job and name."""
-    store = open_store(root, storage_options=options)
-    try:
+    async with open_answering(root, options) as store:
         return await list_checkpoints(store, pattern), (await read_record(store)).kept
-    finally:
-        await store.close()

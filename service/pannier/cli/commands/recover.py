@@ -10,7 +10,8 @@ import click
 
 from pannier.cli import output
 from pannier.cli.errors import NEGATIVE, OK, UNREACHABLE, Failures
-from pannier.cli.options import Location, output_options, storage_options
+from pannier.cli.options import Location, output_options
+from pannier.cli.storage import open_answering, store_options
 from pannier.cli.table import Column, Fit, Table
 from pannier.maintenance.inspect import by_checkpoint
 from pannier.maintenance.recover import (
@@ -39,7 +40,7 @@ class _Results:
 
 @click.command("recover")
 @click.argument("place", type=Location())
-@storage_options
+@store_options
 @click.option(
     "--abort",
     is_flag=True,
@@ -98,11 +99,8 @@ def command(
 async def _recover(
     place: str, options: dict[str, Any], abort: bool, dry_run: bool, results: _Results
 ) -> None:
-    store = open_store(place, storage_options=options)
-    try:
+    async with open_answering(place, options) as store:
         checkpoints = by_checkpoint(await store.list())
-    finally:
-        await store.close()
     for directory, objects in checkpoints.items():
         checkpoint = f"{place.rstrip('/')}/{directory}".rstrip("/")
         store = open_store(checkpoint, storage_options=options, allow=(place,))

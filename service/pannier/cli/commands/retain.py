@@ -17,26 +17,27 @@ from pannier.cli.options import (
     policy_of,
     retention_options,
     retention_pattern,
-    storage_options,
 )
+from pannier.cli.storage import open_answering, store_options
 from pannier.cli.table import Column, Fit, Table
 from pannier.common.locations import CHILDREN, Pattern
+from pannier.maintenance.retention_policy import Policy
 from pannier.maintenance.retention_run import Outcome, retain
 from pannier.storage import open_store
 
 
 @click.command("retain")
 @click.argument("root", type=Location())
-@option("--job", required=True, help="The job whose checkpoints: the trainers' PANNIER_JOB.")
+@option("--job", help="The job whose checkpoints: the trainers' PANNIER_JOB. Needed.")
 @retention_options
 @retention_pattern("--pattern")
-@storage_options
+@store_options
 @click.option("--dry-run", is_flag=True, help="Only list what would be done.")
 @output_options
 def command(
     *,
     root: str,
-    job: str,
+    job: str | None,
     storage_options: dict[str, Any],
     dry_run: bool,
     wide: bool,
@@ -56,17 +57,14 @@ def command(
     time of the commit), "metrics" (null: not finite), "kept_for" (the rules that
     keep it; empty: it was removed, or would be) and "bytes" (removed).
     """
-    policy = policy_of(settings)
-    outcomes = asyncio.run(
-        retain(
-            lambda url: open_store(url, storage_options=storage_options, allow=(root,)),
-            root,
-            policy,
-            job=job,
-            host=socket.gethostname(),
-            dry_run=dry_run,
+    if job is None:
+        jobs = asyncio.run(_jobs(root, policy_of(settings).pattern, storage_options))
+        raise click.UsageError(
+            "--job is missing: whose checkpoints these rules are for, the trainers' PANNIER_JOB; below "
+            f"{root} are checkpoints of {', '.join(jobs) or 'no job'}"
         )
-    )
+    policy = policy_of(settings)
+    outcomes = asyncio.run(_retain(root, policy, storage_options, job, dry_run))
     if not outcomes:
         jobs = asyncio.run(_jobs(root, policy.pattern, storage_options))
         where = "directly" if policy.pattern == CHILDREN else f"as {policy.pattern.text}"
@@ -118,13 +116,24 @@ def _why_removed(outcome: Outcome) -> str:
     return "no rule keeps it"
 
 
+async def _retain(
+    root: str, policy: Policy, options: dict[str, Any], job: str, dry_run: bool
+) -> list[Outcome]:
+    async with open_answering(root, options):
+        return await retain(
+            lambda url: open_store(url, storage_options=options, allow=(root,)),
+            root,
+            policy,
+            job=job,
+            host=socket.gethostname(),
+            dry_run=dry_run,
+        )
+
+
 async def _jobs(root: str, pattern: Pattern, options: dict[str, Any]) -> list[str]:
     """The jobs with checkpoints below ``root`` that the pattern matches."""
-    store = open_store(root, storage_options=options)
-    try:
+    async with open_answering(root, options) as store:
         found = await list_checkpoints(store, pattern)
-    finally:
-        await store.close()
     return sorted({each.job for each in found if each.job})
 
 

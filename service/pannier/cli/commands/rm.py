@@ -9,7 +9,9 @@ import click
 
 from pannier.cli import output
 from pannier.cli.errors import end_negative
-from pannier.cli.options import Location, json_option, storage_options
+from pannier.cli.options import Location, json_option
+from pannier.cli.storage import open_answering, store_options
+from pannier.common.units import counted
 from pannier.maintenance.delete_checkpoint import (
     RemovalPlan,
     RemovedObjects,
@@ -17,12 +19,12 @@ from pannier.maintenance.delete_checkpoint import (
     plan_removal,
     remove_checkpoint,
 )
-from pannier.storage import check_no_link, open_store
+from pannier.storage import check_no_link
 
 
 @click.command("rm")
 @click.argument("checkpoint_id", type=Location())
-@storage_options
+@store_options
 @click.option("--yes", is_flag=True, help="Don't ask for confirmation.")
 @json_option
 def command(
@@ -54,7 +56,9 @@ def command(
             }
         )
         return
-    output.say(f"removed {checkpoint_id}: {len(gone.objects)} objects, {output.size(size)}")
+    output.say(
+        f"removed {checkpoint_id}: {counted(len(gone.objects), 'object')}, {output.size(size)}"
+    )
     if plan.undecided:
         output.say(
             f"kept: {', '.join(plan.undecided)}, undecided: a save may be running; see "
@@ -65,15 +69,12 @@ def command(
 async def _remove(
     checkpoint_id: str, options: dict[str, Any], yes: bool
 ) -> tuple[RemovalPlan, RemovedObjects]:
-    store = open_store(checkpoint_id, storage_options=options)
-    try:
+    async with open_answering(checkpoint_id, options) as store:
         plan = await plan_removal(store)
         if not yes:
             _confirm(_question(checkpoint_id, plan))
         gone = await remove_checkpoint(store, plan, host=socket.gethostname())
         await store.remove_directory()
-    finally:
-        await store.close()
     return plan, gone
 
 
@@ -94,6 +95,6 @@ def _question(checkpoint_id: str, plan: RemovalPlan) -> str:
     readers = plan.readers(time.time())
     reading = f" It is being read by {name_readers(readers)}." if readers else ""
     return (
-        f"{checkpoint_id} ({what}; {len(plan.attempts)} saves, {output.size(plan.size)})."
+        f"{checkpoint_id} ({what}; {counted(len(plan.attempts), 'save')}, {output.size(plan.size)})."
         f"{reading} Remove it for good?"
     )

@@ -15,7 +15,7 @@ from pannier.cli.status_client import (
     daemon_option,
     embedded_sidecars,
 )
-from pannier.common.message_json import as_dict
+from pannier.common.message_json import as_dict, seconds_of
 from pannier.v1 import save_pb2, status_pb2
 from pannier.wire.errors import VersionMismatchError
 
@@ -62,8 +62,8 @@ def command(
 ) -> None:
     """Show saves and loads and their progress; with SAVE, one of them with its ranks.
 
-    SAVE is an id from the lists, of a save or a load, or a checkpoint id, which means
-    its newest save, else its newest load.
+    SAVE is an id from the lists, of a save or a load, or a checkpoint id or its end, like
+    step-60, which means its newest save, else its newest load.
 
     Below the list of saves is what a save costs, for each job and group of ranks: medians
     of its committed saves in the list. Loads are shown while they run and for an hour
@@ -112,7 +112,12 @@ def command(
     if as_json:
         output.print_json(_with_advice(as_dict(listed), advice, mtbf))
         return
-    output.say(f"{listed.host}: {listed.daemon_state}, pannier {listed.version}")
+    jobs = sorted({each.save.job for each in listed.saves} | {each.job for each in listed.loads})
+    of = f", {len(jobs)} jobs" if len(jobs) > 1 else f", job {jobs[0]}" if jobs else ""
+    name = f"{listed.daemon or 'daemon'} on {listed.host}{of}"
+    output.say(f"{name}: {listed.daemon_state}, pannier {listed.version}")
+    for wait in listed.training_waits:
+        output.say(f"training waits: {wait.summary}")
     if listed.oldest_upload_s:
         waiting = f"{output.size(listed.bytes_queued)} to upload"
         limited = f"; --upload-limit, {output.size(listed.upload_limit)}/s, is what limits"
@@ -135,9 +140,11 @@ def command(
         )
     for copy in listed.local_copies:
         output.say(f"here for loads: {output.size(copy.bytes)} of {copy.checkpoint_id}")
-    for gone in listed.evicted_copies:
+    for gone in listed.evicted_copies if wide else ():
         what = f"{output.size(gone.bytes)} of {gone.checkpoint_id}"
-        output.say(f"no longer here: {what}: {gone.reason}, {output.ago(gone.evicted_at)}")
+        output.say(
+            f"no longer here: {what}: {gone.reason}, {output.ago(seconds_of(gone.evicted_at))}"
+        )
     if listed.saves:
         output.show(save_view.saves_table(listed.saves), wide=wide)
     else:

@@ -36,7 +36,8 @@ from pannier.cli.options import (
 )
 from pannier.supervisor.binding import leave_binding
 from pannier.supervisor.process_title import set_process_title
-from pannier.supervisor.up import AlreadyRunningError, Supervisor, UnsafeDirectoryError
+from pannier.supervisor.runtime_directory import AlreadyRunningError, UnsafeDirectoryError
+from pannier.supervisor.up import Supervisor
 
 
 @click.command("up")

@@ -9,15 +9,16 @@ from rich.text import Text
 from pannier.cli import output
 from pannier.cli.bars import reading_bar
 from pannier.cli.errors import NEGATIVE, OK
-from pannier.cli.options import Location, output_options, storage_options
+from pannier.cli.options import Location, output_options
+from pannier.cli.storage import open_answering, store_options
 from pannier.cli.table import Column, Fit, Table
+from pannier.common.units import counted
 from pannier.maintenance.verify import Finding, VerifyResult, verify
-from pannier.storage import open_store
 
 
 @click.command("verify")
 @click.argument("checkpoint_id", type=Location())
-@storage_options
+@store_options
 @output_options
 def command(
     *, checkpoint_id: str, storage_options: dict[str, Any], wide: bool, as_json: bool
@@ -49,16 +50,13 @@ def command(
 
 
 async def _verify(checkpoint_id: str, options: dict[str, Any]) -> VerifyResult:
-    store = open_store(checkpoint_id, storage_options=options)
-    try:
+    async with open_answering(checkpoint_id, options) as store:
         with reading_bar() as bar:
             task = bar.add_task("", total=None)
             return await verify(
                 store,
                 progress=lambda count, total: bar.update(task, advance=count, total=total),
             )
-    finally:
-        await store.close()
 
 
 def _print(checkpoint_id: str, result: VerifyResult, *, wide: bool) -> None:
@@ -66,7 +64,7 @@ def _print(checkpoint_id: str, result: VerifyResult, *, wide: bool) -> None:
     total = sum(finding.size or 0 for finding in result.findings)
     if not bad:
         output.say(
-            f"ok: {checkpoint_id}, attempt {result.attempt}: {len(result.findings)} objects, "
+            f"ok: {checkpoint_id}, attempt {result.attempt}: {counted(len(result.findings), 'object')}, "
             f"{output.size(total)}, all as committed"
         )
         return

@@ -36,8 +36,8 @@ def command(
     until it has loaded (0) or failed (1). A save of `client.prepare` ends once its plan
     is made (0).
 
-    SAVE is an id from `pannier status`, of a save or a load, or a checkpoint id, which means its
-    newest save, else its newest load; without it, the newest undecided save, else the newest
+    SAVE is an id from `pannier status`, of a save or a load, or a checkpoint id or its end, like
+    step-60, which means its newest save, else its newest load; without it, the newest undecided save, else the newest
     load that runs, else the newest save. A terminal gets a bar per rank, or per host above 16
     ranks: what is in storage of its bytes, or read of them, how fast, and the time left. Ranks
     that make no progress are named.

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 from pannier.attempts.decisions import read_decision
 from pannier.attempts.leases import store_time
 from pannier.common import timeouts
+from pannier.common.message_json import timestamp
 from pannier.common.retry import RetryPolicy
 from pannier.coordinator.background.superseded import Sweeper
 from pannier.coordinator.stores import Stores
@@ -120,7 +121,7 @@ class _Earlier:
             checkpoint_id=self.checkpoint_id,
             attempt=self.found.attempt,
             state=save_pb2.SAVE_STATE_UPLOADING,
-            created_at=self.created_at,
+            created_at=timestamp(self.created_at),
             note="left by an earlier start of the job; it is finished from storage",
         )
         durable = self.outcome is not None and self.outcome.end is End.COMMITTED

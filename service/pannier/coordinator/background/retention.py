@@ -7,6 +7,7 @@ was removed and of what stays although no rule keeps it. Event loop only.
 import asyncio
 import logging
 
+from pannier.common.units import size_text
 from pannier.coordinator.stores import Stores
 from pannier.maintenance.retention_policy import Policy
 from pannier.maintenance.retention_run import retain
@@ -103,10 +104,10 @@ class Retention:
             checkpoint = each.checkpoint
             if not each.reasons:
                 _log.info(
-                    "retention: %s/%s is removed (%d bytes), as no rule keeps it",
+                    "retention: %s/%s is removed (%s), as no rule keeps it",
                     root,
                     checkpoint.name,
-                    each.removed,
+                    size_text(each.removed),
                 )
             else:
                 level = logging.INFO if each.spared else logging.DEBUG

@@ -9,6 +9,7 @@ import logging
 from typing import Final
 
 from pannier.common import timeouts
+from pannier.common.units import counted, size_text
 from pannier.coordinator.stores import Stores
 from pannier.maintenance.superseded import GRACE_S, Swept, sweep_checkpoint
 from pannier.wire.errors import PannierError
@@ -70,11 +71,11 @@ class Sweeper:
             failed = 0
             for attempt, objects in swept.removed.items():
                 _log.info(
-                    "%s was superseded and is removed from %s (%d objects, %d bytes)",
+                    "%s was superseded and is removed from %s (%s, %s)",
                     attempt,
                     checkpoint_id,
-                    len(objects),
-                    sum(info.size for info in objects),
+                    counted(len(objects), "object"),
+                    size_text(sum(info.size for info in objects)),
                 )
             if swept.due_s is None:
                 return

@@ -6,6 +6,7 @@ any thread.
 """
 
 import importlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +31,12 @@ def load(name: str) -> type[SavePlanner]:
         found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"--planner {name} can't be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # the module may be a script
+        raise ConfigurationError(
+            f"--planner {name} can't be imported by {sys.executable}: {type(error).__name__}: {error}. The class "
+            "must be in a module, not in the script itself or a function, and the module in a package that is "
+            "installed there or in a directory of PYTHONPATH"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, SavePlanner)):
         raise ConfigurationError(f"--planner {name} is not a SavePlanner class")
     _instance(found)

@@ -1,7 +1,8 @@
-"""Planners that override global planning, named by the operator with ``--planner``.
+"""Planners that override global planning: those that the operator names, or, where ranks and coordinator are
+processes of one user's job, those that the ranks use.
 
 In: ``module:Class`` names, and the local plans of a save. Out: the save's global plan, made by its custom
-planner if it has one. Imports torch only if a planner is named. CPU-bound; any thread.
+planner if it has one. Imports torch only for such a planner. CPU-bound; any thread.
 """
 
 import asyncio
@@ -16,28 +17,30 @@ from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.dtypes import torch_for
 from pannier.coordinator.planning.global_plan import GlobalPlan, Written, make_global_plan
 from pannier.v1 import plan_pb2
-from pannier.wire.errors import InvalidRequestError
+from pannier.wire.errors import ConfigurationError, InvalidRequestError
 
 T = TypeVar("T")
 
 
 class Planners:
-    """The classes that may run here. Raises ConfigurationError for one that can't."""
+    """The classes that may run here.
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
-        self._classes: dict[str, type[Any]] = {}
-        if names:
-            with torch_for(f"--planner {names[0]}"):
-                from pannier.coordinator.planning.custom_plan import load
-            self._classes = {name: load(name) for name in names}
+    Args:
+        names: of those that may, and are imported now. Raises ConfigurationError for one that can't run.
+        on_demand: any may, and is imported when the first save needs it: an import that fails must end that
+            save, with its reason, and not the daemon, whose log a user doesn't see.
+    """
+
+    def __init__(self, names: Sequence[str] = (), *, on_demand: bool = False) -> None:
+        self._on_demand = on_demand
+        self._classes = {} if on_demand else {name: _load(name) for name in names}
 
     def check(self, options: plan_pb2.PlannerOptions) -> None:
-        """Raises InvalidRequestError, with the flag to add, for a planner that isn't named."""
-        if options.custom_global_plan and options.planner not in self._classes:
+        """Raises InvalidRequestError, with the setting to add, for a planner that isn't named."""
+        if options.custom_global_plan and not (self._on_demand or options.planner in self._classes):
             raise InvalidRequestError(
-                f"the planner {options.planner} overrides global planning, which happens in the "
-                f"coordinator: start it with --planner {options.planner} (its class must be "
-                "importable there)"
+                f"{_overriding(options.planner)}: start it with --planner {options.planner}, or "
+                f"PANNIER_PLANNER={options.planner} in its environment (its class must be importable there)"
             )
 
     def make(
@@ -55,7 +58,8 @@ class Planners:
                 get them, and may assign something else to such a rank, which it can't write.
             before: what the other ranks wrote by the last plan.
 
-        Raises InvalidPlanError, also for any exception of a custom planner.
+        Raises InvalidPlanError, also for any exception of a custom planner; InvalidRequestError if that
+        can't be imported.
         """
         options = plans[0].plan.options
         if not options.custom_global_plan:
@@ -63,7 +67,25 @@ class Planners:
         self.check(options)
         from pannier.coordinator.planning.custom_plan import make_custom_plan
 
-        return make_custom_plan(self._classes[options.planner], plans, attempt)
+        return make_custom_plan(self._class(options.planner), plans, attempt)
+
+    def _class(self, name: str) -> type[Any]:
+        if name not in self._classes:
+            try:
+                self._classes[name] = _load(name)
+            except ConfigurationError as error:
+                raise InvalidRequestError(f"{_overriding(name)}, and {error}") from error
+        return self._classes[name]
+
+
+def _load(name: str) -> type[Any]:
+    with torch_for(f"--planner {name}"):
+        from pannier.coordinator.planning.custom_plan import load
+    return load(name)
+
+
+def _overriding(name: str) -> str:
+    return f"the planner {name} overrides global planning, which happens in the coordinator"
 
 
 async def in_own_thread(make: Callable[[], T]) -> T:

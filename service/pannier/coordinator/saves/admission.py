@@ -14,7 +14,7 @@ from pannier.coordinator.saves.save_spec import DisagreementError
 from pannier.coordinator.saves.states import PlanMode
 from pannier.coordinator.stores import Stores
 from pannier.v1 import save_pb2
-from pannier.wire.errors import ConfigurationError, InvalidRequestError
+from pannier.wire.errors import ConfigurationError, InvalidRequestError, failure_messages
 
 _CALLS: Final = {PlanMode.PREPARE: "prepare", PlanMode.SAVE: "async_save"}
 """The client's functions."""
@@ -62,7 +62,7 @@ def admit(save: Save, given: RankPlan | CachedPlanClaim, *, mode: PlanMode = Pla
         elif save.manifest is None:
             save.plans.add(given)
     except DisagreementError as error:
-        save.fail_ranks(error.failures.values())
+        save.fail_ranks(failure_messages(error))
         raise save.error() from error
 
 

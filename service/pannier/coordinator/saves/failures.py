@@ -18,6 +18,7 @@ from pannier.wire.errors import (
     InvalidRequestError,
     PannierError,
     SaveAbortedError,
+    failure_messages,
 )
 from pannier.wire.failures import failure_kind, failures_text
 
@@ -68,9 +69,7 @@ def failures_of(error: BaseException, label: str) -> list[save_pb2.Failure]:
     """Failures of a save whose task raised ``error``; an unexpected one is logged."""
     if isinstance(error, PannierError):
         kind = failure_kind(error, refused=save_pb2.FAILURE_KIND_INVALID_PLAN)
-        return list(error.failures.values()) or [
-            save_pb2.Failure(rank=-1, kind=kind, message=str(error))
-        ]
+        return failure_messages(error) or [save_pb2.Failure(rank=-1, kind=kind, message=str(error))]
     _log.error("%s failed", label, exc_info=error)
     text = f"internal error in the coordinator: {type(error).__name__}: {error}"
     return [save_pb2.Failure(rank=-1, kind=save_pb2.FAILURE_KIND_INTERNAL, message=text)]

@@ -6,7 +6,7 @@ other. Event loop only; no I/O.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pannier.common import observer_clock, timeouts
@@ -15,9 +15,6 @@ from pannier.common.wait_text import Awaited
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.saves.save_spec import DisagreementError
 from pannier.v1 import coordinator_pb2, plan_pb2, records_pb2, save_pb2, sidecar_pb2
-
-LastSeen = Callable[[int], tuple[str, float] | None]
-"""A rank's host and when it was last seen, as earlier saves of its incarnation recorded it."""
 
 
 class SidecarPeer:
@@ -46,6 +43,8 @@ class SidecarPeer:
         """The host that gets the replicas of its ranks, as last reported."""
         self.replicas: set[tuple[str, int]] = set()
         """Ranks of other hosts of which it has all files, by save key and rank."""
+        self.waits: list[tuple[str, save_pb2.TrainingWait]] = []
+        """By job, the calls in which its trainers wait, as last reported."""
 
     def note_message(self, *, trainer: bool) -> None:
         """Records that a message arrived.
@@ -56,6 +55,17 @@ class SidecarPeer:
         self.last_seen = observer_clock.now()
         if trainer:
             self.trainer_seen = self.last_seen
+
+
+@dataclass
+class RankPlace:
+    """Where a rank runs, as all saves of its incarnation show it."""
+
+    host: str = ""
+    seen: float = 0.0
+    """When it last took part in a save, on the monotonic clock."""
+    sidecar: SidecarPeer | None = None
+    """The sidecar that last reported its trainer."""
 
 
 @dataclass
@@ -127,15 +137,17 @@ class Participants:
     """All ranks of a save.
 
     Args:
-        recall: the last known host of a rank without a heartbeat in this save, and when it was seen.
+        places: the ranks' places as far as they are known, by rank.
     """
 
-    def __init__(self, ranks: Iterable[int], *, recall: LastSeen, suspect_after_s: float) -> None:
+    def __init__(
+        self, ranks: Iterable[int], *, places: Mapping[int, RankPlace], suspect_after_s: float
+    ) -> None:
         self.by_rank = {rank: RankState(rank) for rank in ranks}
         self.joined: set[int] = set()
         """Ranks that sent this save's context themselves."""
         self.upload_begun = False
-        self._recall = recall
+        self._places = places
         self._suspect_after_s = suspect_after_s
         self._in_order = list(self.by_rank.values())
         self._reached = 0
@@ -253,9 +265,14 @@ class Participants:
         seconds = state.seconds_since_seen(self._suspect_after_s)
         holder = None if state.has_live_sidecar else state.replica_holder
         replica = "" if holder is None else holder.host
-        if seconds is None and (known := self._recall(rank)) is not None:
-            return Awaited(rank, known[0], time.monotonic() - known[1], replica)
-        return Awaited(rank, state.host, seconds, replica)
+        place = self._places.get(rank, RankPlace())
+        peers = [each for each in (state.sidecar, place.sidecar) if each is not None]
+        sidecar = max(peers, key=lambda each: each.last_seen, default=None)
+        missed_s = 0.0 if sidecar is None else observer_clock.now() - sidecar.last_seen
+        no_sidecar = missed_s > self._suspect_after_s
+        if seconds is None and place.host:
+            seconds = time.monotonic() - place.seen
+        return Awaited(rank, state.host or place.host, seconds, replica, no_sidecar)
 
 
 @dataclass

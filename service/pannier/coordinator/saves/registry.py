@@ -8,13 +8,15 @@ import asyncio
 import functools
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from pannier.common import timeouts
+from pannier.common.units import counted
 from pannier.coordinator.saves import save_view
+from pannier.coordinator.saves.participants import RankPlace, SidecarPeer
 from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.save_spec import (
     DisagreementError,
@@ -24,9 +26,9 @@ from pannier.coordinator.saves.save_spec import (
 )
 from pannier.coordinator.saves.states import State
 from pannier.daemon.status_registry import StatusRegistry
-from pannier.v1 import save_pb2, sidecar_pb2
+from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import UnavailableError
+from pannier.wire.errors import UnavailableError, failure_messages
 from pannier.wire.failures import ranks_text
 from pannier.wire.limits import check_context, check_host, check_room
 
@@ -40,8 +42,8 @@ _INCARNATIONS_KEPT: Final = 64
 @dataclass
 class _Incarnation:
     first: sidecar_pb2.SaveContext
-    hosts: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """By rank: host, and time of its last message on the monotonic clock."""
+    places: dict[int, RankPlace] = field(default_factory=lambda: defaultdict(RankPlace))
+    """By rank."""
 
 
 class Registry:
@@ -137,9 +139,18 @@ class Registry:
         except DisagreementError as error:
             if not save.failing:
                 # A save that is failing already has its cause: a failed rank may contradict others, too.
-                save.fail_ranks(error.failures.values())
+                save.fail_ranks(failure_messages(error))
             raise
         return save
+
+    def note_trainers(
+        self, sidecar: SidecarPeer, trainers: Iterable[coordinator_pb2.TrainerStatus]
+    ) -> None:
+        """Records which sidecar reports the trainers that live."""
+        for trainer in trainers:
+            incarnation = self._incarnations.get((trainer.job, trainer.incarnation))
+            if incarnation is not None and trainer.rank in incarnation.places:
+                incarnation.places[trainer.rank].sidecar = sidecar
 
     async def find_current(self, context: sidecar_pb2.SaveContext, timeout_s: float) -> int:
         """Number of the save that a rank belongs to after its own save ended without it; 0 if in step.
@@ -190,10 +201,15 @@ class Registry:
         save = self._saves[key] = Save(
             context,
             changed=self._changed,
-            recall=incarnation.hosts.get,
+            places=incarnation.places,
             suspect_after_s=self._suspect_after_s,
         )
-        _log.info("%s begins, with %d ranks", save.label, len(context.ranks), extra=save.log_fields)
+        _log.info(
+            "%s begins, with %s",
+            save.label,
+            counted(len(context.ranks), "rank"),
+            extra=save.log_fields,
+        )
         self._status_registry.put(
             context.save,
             context.checkpoint_id,
@@ -206,7 +222,8 @@ class Registry:
         rank, host = context.rank, context.host
         incarnation = self._incarnations.get(save.spec.incarnation)
         if incarnation is not None:
-            incarnation.hosts[rank] = (host, time.monotonic())
+            place = incarnation.places[rank]
+            place.host, place.seen = host, time.monotonic()
         # A rank that missed an ended save takes part in a later one: see find_current.
         if not save.ended and save.note_context(context):
             self._check_split(save)
@@ -242,7 +259,7 @@ class Registry:
             ),
         )
         for save in saves:
-            save.fail_ranks(error.failures.values())
+            save.fail_ranks(failure_messages(error))
 
     def _check(self, save: Save, context: sidecar_pb2.SaveContext) -> None:
         check_agreement(save.context, context)
@@ -265,7 +282,7 @@ class Registry:
             for other in self.undecided():
                 same = other.spec.incarnation == incarnation_key
                 if same and other.state is State.PLANNING:
-                    other.fail_ranks(error.failures.values())
+                    other.fail_ranks(failure_messages(error))
             raise error
         self._check_groups(save, context)
 
@@ -293,7 +310,7 @@ class Registry:
                     (theirs.rank, theirs.host),
                     (context.rank, context.host),
                 )
-                other.fail_ranks(error.failures.values())
+                other.fail_ranks(failure_messages(error))
                 raise error
 
     def _changed(self, save: Save) -> None:

@@ -6,7 +6,7 @@ sidecars and the task read. Only the methods of :class:`Save` change it. Event l
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pannier.coordinator.commit.manifest import Manifest
@@ -14,9 +14,9 @@ from pannier.coordinator.saves.deadlines import Changes, Deadlines
 from pannier.coordinator.saves.failures import Outcome
 from pannier.coordinator.saves.participants import (
     ExternalPlan,
-    LastSeen,
     LocalPlans,
     Participants,
+    RankPlace,
     RankState,
     SidecarPeer,
 )
@@ -56,7 +56,7 @@ class Save:
     Args:
         context: of the first rank that sent one.
         changed: called after every change.
-        recall: a rank's host and when it was last seen, from earlier saves.
+        places: where ranks run, from earlier saves, by rank.
         suspect_after_s: age of a trainer's heartbeat, in seconds, from which its sidecar's messages no
             longer count as heartbeats of the rank.
     """
@@ -66,7 +66,7 @@ class Save:
         context: sidecar_pb2.SaveContext,
         *,
         changed: Callable[["Save"], None],
-        recall: LastSeen,
+        places: Mapping[int, RankPlace],
         suspect_after_s: float,
     ) -> None:
         self.spec = SaveSpec(context)
@@ -75,7 +75,7 @@ class Save:
         self.origin = Origin.NEW
         self.records = AttemptRecords()
         self.participants = Participants(
-            context.ranks, recall=recall, suspect_after_s=suspect_after_s
+            context.ranks, places=places, suspect_after_s=suspect_after_s
         )
         self.plans = LocalPlans(context.ranks)
         self.external_plan = ExternalPlan()

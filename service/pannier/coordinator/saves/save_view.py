@@ -5,6 +5,7 @@ In: a :class:`Save`. Out: messages and texts; changes nothing. Event loop only.
 
 import time
 
+from pannier.common.message_json import timestamp
 from pannier.common.wait_text import Awaited, set_times, waiting_on, waiting_text
 from pannier.coordinator.saves.participants import RankState
 from pannier.coordinator.saves.save import Save
@@ -55,14 +56,17 @@ def status(save: Save, *, ranks: bool = True) -> save_pb2.SaveStatus:
         ranks=[_rank_status(save, state) for state in states] if ranks else (),
         failures=save.outcome.failures.values(),
         waiting_on=waiting,
-        created_at=save.deadlines.created_at,
+        created_at=timestamp(save.deadlines.created_at),
         planned_s=save.durations.get(State.STAGING, 0),
         ingested_s=save.durations.get(State.INGESTED, 0),
         durable_s=save.durations.get("durable", 0),
         committed_s=save.durations.get(State.COMMITTED, 0),
         note=save.note,
-        plan_id=save.records.plan_id,
-        full_plan_requested=save.plans.full_requested,
+        plan=save_pb2.PlanState(
+            id=save.records.plan_id, full_plan_requested=save.plans.full_requested
+        ),
+        group_size=len(states),
+        durable_ranks=sum(each.phase == save_pb2.RANK_PHASE_DURABLE for each in states),
         replicated_ranks=sum(
             bool(each.replicas) and (save.ended or each.replica_holder is not None)
             for each in states

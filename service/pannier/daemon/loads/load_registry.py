@@ -193,10 +193,17 @@ class LoadRegistry(Notifier):
         return [(load, rank) for load in self._loads.values() for rank in load.ranks.values()]
 
     def find(self, name: str) -> str:
-        """Key of a load by its id, or of the newest load of a checkpoint id. Raises UnknownLoadError."""
-        for of in (_names, lambda load: (load.checkpoint_id,)):
+        """Key of a load by its id, or of the newest load of a checkpoint id or one that ends with ``/name``.
+
+        Raises UnknownLoadError.
+        """
+        for matches in (
+            lambda load: name in _names(load),
+            lambda load: name == load.checkpoint_id,
+            lambda load: load.checkpoint_id.endswith(f"/{name}"),
+        ):
             for key, load in reversed(self._loads.items()):
-                if name in of(load):
+                if matches(load):
                     return key
         raise UnknownLoadError(f"this daemon knows no load {name!r}; `pannier status` lists them")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from pannier.common import observer_clock, timeouts
+from pannier.common.message_json import timestamp
 from pannier.common.wait_text import Awaited, waiting_on
 from pannier.v1 import load_status_pb2, save_pb2
 from pannier.wire.failures import ranks_text
@@ -173,7 +174,7 @@ class Load:
             state=self.state,
             ranks=each if ranks else (),
             failures=self._failures(each),
-            created_at=self.created_at,
+            created_at=timestamp(self.created_at),
             seconds=max((status.seconds for status in each), default=0.0),
             group_size=len(self.group_ranks),
             bytes_total=sum(status.bytes_total for status in each),

@@ -3,7 +3,7 @@
 const loadState = load => word(load.state, "LOAD_STATE_"), loadPhase = rank => word(rank.phase, "LOAD_PHASE_");
 const isRunning = load => loadState(load) === "LOADING", isLoad = id => id.startsWith("load-");
 const readOf = rank => sum(rank.sources, source => Number(source.bytes));
-const sourcesOf = from => from.sources.map(source => `${size(source.bytes)} ${source.source}`).join(", ");
+const sourcesOf = from => from.sources.map(source => `${size(source.bytes)} ${source.source === "bucket" ? "storage" : source.source}`).join(", ");
 
 function showLoads(list, current) {
   const lines = list.loads.map(load => {
@@ -11,7 +11,7 @@ function showLoads(list, current) {
     line.setAttribute("aria-current", String(load.id === current));
     const [directory, name] = splitPath(load.checkpoint_id);
     line.title = load.checkpoint_id;
-    line.append(make("b", name), make("span", state, "state " + state), make("span", `${size(load.bytes_read)}, ${ago(now() - load.created_at)}`, "dim"), make("span", directory, "dim place"));
+    line.append(make("b", name), make("span", state, "state " + state), make("span", `${size(load.bytes_read)}, ${ago(now() - began(load))}`, "dim"), make("span", directory, "dim place"));
     return line;
   });
   $("listed").hidden = !lines.length;
@@ -30,7 +30,7 @@ function showLoad(load) {
   $("loadRate").textContent = running ? `${Math.min(100, Math.floor(100 * read / (total || 1)))} % of ${size(total)} read` : `${size(read)}, ${size(read / Math.max(load.seconds, .001))}/s`;
   const waits = load.waiting_on || {};
   $("loadWaiting").textContent = waits.text ? `waiting for ${waits.text}` : "";
-  const events = [["retries", load.retries], ["hedges", load.hedges], ["rejected blocks", load.rejected_blocks]].filter(each => Number(each[1])).map(([name, count]) => `${count} ${name}`);
+  const events = [["retried request", load.retries], ["hedged request", load.hedges], ["rejected block", load.rejected_blocks]].filter(each => Number(each[1])).map(([name, count]) => several(Number(count), name));
   $("loadSources").textContent = ["from " + (sourcesOf(load) || "nowhere yet"), ...events].join("; ");
   update($("loadFailures"), ...load.failures.map(failure => {
     const made = make("div", undefined, "failure");

@@ -20,6 +20,8 @@ const HINTS = {
 const $ = id => document.getElementById(id);
 const word = (text, prefix) => String(text || "").replace(prefix, "");
 const stateOf = save => word(save.state, "SAVE_STATE_"), phaseOf = rank => word(rank.phase, "RANK_PHASE_"), kindOf = failure => word(failure.kind, "FAILURE_KIND_");
+// ABORTED with the cause in a word.
+const stateText = save => stateOf(save) + (stateOf(save) === "ABORTED" && save.failures.length ? ": " + kindOf(save.failures[0]).toLowerCase().replaceAll("_", " ") : "");
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim() || colour("PLANNED");
 
 // Texts.
@@ -72,9 +74,10 @@ function onKey(parent, act) {
 
 // What is shown.
 
-let ahead = 0, chosen = decodeURIComponent(location.hash.slice(1)), shown = null, order = [], found = [], samples = [];
+let ahead = 0, chosen = decodeURIComponent(location.hash.slice(1)), shown = null, throughput = null, order = [], found = [], samples = [];
 const opened = new Set();
 const now = () => Date.now() / 1000 + ahead;
+const began = what => Date.parse(what.created_at) / 1000;
 
 const bytesOf = rank => Math.max(Number(rank.bytes_staged), Number(rank.bytes_ingested), Number(rank.bytes_durable));
 const uploadedOf = rank => Math.max(Number(rank.bytes_uploaded), Number(rank.bytes_durable));
@@ -97,12 +100,13 @@ function reached(rank, failed) {
 
 function showTiles(list) {
   const under = list.saves.filter(save => !TERMINAL.has(stateOf(save))), failed = list.saves.filter(save => stateOf(save) === "ABORTED");
-  const last = list.saves.filter(save => stateOf(save) === "COMMITTED").sort((a, b) => b.created_at + b.committed_s - a.created_at - a.committed_s)[0];
+  const last = list.saves.filter(save => stateOf(save) === "COMMITTED").sort((a, b) => began(b) + b.committed_s - began(a) - a.committed_s)[0];
   const tiles = [["under way", under.length ? several(under.length, "save") : "none", under.length ? splitPath(under[0].checkpoint_id)[1] : ""]];
-  tiles.push(["last commit", last ? splitPath(last.checkpoint_id)[1] : "none yet", last ? ago(now() - last.created_at - last.committed_s) : ""]);
-  tiles.push(["aborted", failed.length ? `${failed.length} of ${list.saves.length}` : "none", failed.length ? `${splitPath(failed[0].checkpoint_id)[1]}, ${ago(now() - failed[0].created_at)}` : ""]);
+  tiles.push(["last commit", last ? splitPath(last.checkpoint_id)[1] : "none yet", last ? ago(now() - began(last) - last.committed_s) : ""]);
+  tiles.push(["aborted", failed.length ? `${failed.length} of ${list.saves.length}` : "none", failed.length ? `${splitPath(failed[0].checkpoint_id)[1]}, ${ago(now() - began(failed[0]))}` : ""]);
   const running = list.loads.filter(isRunning);
   if (running.length) tiles.push(["loading", several(running.length, "load"), splitPath(running[0].checkpoint_id)[1]]);
+  if (throughput) tiles.push(["throughput", size(throughput.rate) + "/s", `${size(throughput.left)} of ${splitPath(shown.checkpoint_id)[1]} left`]);
   if (Number(list.spool_capacity_bytes)) {
     const limited = list.upload_limited ? `, at the limit of ${size(list.upload_limit)}/s` : "";
     tiles.push(["to upload", size(list.bytes_queued), list.oldest_upload_s ? "the oldest for " + seconds(list.oldest_upload_s) + limited : ""]);
@@ -115,7 +119,10 @@ function showTiles(list) {
     tile.append(make("span", name), make("b", value), make("span", more || ""));
     return tile;
   }));
-  $("daemon").textContent = `${list.host}: ${list.daemon_state}, pannier ${list.version}`;
+  const jobs = [...new Set([...list.saves.map(save => save.save.job), ...list.loads.map(load => load.job)])].filter(Boolean);
+  const of = jobs.length > 1 ? several(jobs.length, "job") : jobs.length ? `job ${jobs[0]}` : "no job so far";
+  $("daemon").textContent = `${list.daemon} on ${list.host}, ${of}: ${list.daemon_state}, pannier ${list.version}`;
+  $("training").textContent = list.training_waits.length ? "training waits: " + list.training_waits.map(wait => wait.summary).join("; ") : "";
 }
 
 function showSaves(list) {
@@ -124,7 +131,7 @@ function showSaves(list) {
     line.setAttribute("aria-current", String(shown !== null && save.id === shown.id));
     const [directory, name] = splitPath(save.checkpoint_id);
     line.title = save.checkpoint_id;
-    line.append(make("b", name), make("span", state, "state " + state), make("span", `${size(save.bytes_total)}, ${ago(now() - save.created_at)}`, "dim"), make("span", directory, "dim place"));
+    line.append(make("b", name), make("span", stateText(save), "state " + state), make("span", `${size(save.bytes_total)}, ${ago(now() - began(save))}`, "dim"), make("span", directory, "dim place"));
     return line;
   });
   update($("saves"), ...lines.length ? lines : [make("span", "none so far", "dim")]);
@@ -136,6 +143,7 @@ function showProgress(save) {
   samples.push({ id: save.id, done, at });
   while (samples.length > 2 && samples[1].at <= at - RATE_S) samples.shift();
   const ended = TERMINAL.has(stateOf(save)), rate = samples.length > 1 ? (done - samples[0].done) / (at - samples[0].at) : 0;
+  throughput = ended || !total ? null : { rate, left: total - done };
   $("progress").hidden = ended ? !save.durable_s : !total;
   $("bar").hidden = ended;
   if (ended) $("rate").textContent = `${size(save.bytes_total)}, ${size(Number(save.bytes_total) / save.durable_s)}/s until durable`;
@@ -186,13 +194,15 @@ function showSave(save) {
   shown = save;
   $("save").hidden = false;
   $("place").textContent = save.checkpoint_id;
-  $("state").textContent = state;
+  $("state").textContent = stateText(save);
   $("state").className = "state " + state;
   if (save.replicated_ranks || save.ranks.some(rank => rank.replica_host)) times.push(`replicated ${save.replicated_ranks} of ${several(save.ranks.length, "rank")}`);
   $("times").textContent = [save.id, ...times].join(", ");
   const waits = save.waiting_on || {}, left = waits.deadline_s ? `, at most ${Math.round(waits.deadline_s)} s more` : "";
   $("waiting").textContent = waits.text ? `waiting for ${waits.text}${left}` : "";
-  $("note").textContent = save.note;
+  const stuck = TERMINAL.has(state) ? [] : save.ranks.filter(rank => rank.last_error && phaseOf(rank) !== "DURABLE");
+  const problem = stuck.length ? `last error of ${several(stuck.length, "rank")}: ${stuck[0].last_error}` : "";
+  $("note").textContent = [save.note, problem].filter(Boolean).join("; ");
   showProgress(save);
   showFailures(save);
   order = save.ranks.map(rank => [reached(rank, failed), rank]).sort((a, b) => a[0] - b[0] || a[1].rank - b[1].rank).map(each => each[1]);
@@ -217,7 +227,7 @@ function showRanks() {
   update($("ranks"), ...rows.flatMap(rank => rankRows(rank, failed.has(rank.rank))));
   const latest = Math.max(shown.committed_s, shown.durable_s, ...shown.ranks.map(lastTime)), state = stateOf(shown);
   // Nothing has the time of an abort: room for its red.
-  const span = TERMINAL.has(state) ? latest / (failed.size ? .85 : 1) : Math.max(latest, now() - shown.created_at);
+  const span = TERMINAL.has(state) ? latest / (failed.size ? .85 : 1) : Math.max(latest, now() - began(shown));
   picture.show(found, rank => failed.has(rank.rank), Math.max(.05, span));
   showPinned();
 }
@@ -310,7 +320,7 @@ async function showChosen(list) {
     if (error.status !== 404) throw error;
     unknown = error.message;
   }
-  if (!id || unknown || load) { shown = null; $("save").hidden = true; }
+  if (!id || unknown || load) { shown = throughput = null; $("save").hidden = true; }
   $("load").hidden = Boolean(!load || unknown);
   showLoads(list, id);
   $("unknown").hidden = !unknown;

@@ -61,7 +61,7 @@ class Picture {
   // failed the save: a rank that was refused because of another stays in the colour that it had.
   segments(rank) {
     const parts = [];
-    let from = 0, phase = "MISSING";
+    let from = 0, phase = "before";
     for (const [next, field] of Object.entries(TIMES)) {
       if (!rank[field]) continue;
       parts.push([phase, from, rank[field]]);
@@ -81,7 +81,7 @@ class Picture {
     canvas.style.height = tall + "px";
     const pen = canvas.getContext("2d"), gap = high > 3 ? 1 : 0, x = s => s / span * width;
     pen.scale(ratio, ratio);
-    const colours = Object.fromEntries([...PHASES, "ink", "dim"].map(name => [name, colour(name)]));
+    const colours = Object.fromEntries([...PHASES, "before", "ink", "dim"].map(name => [name, colour(name)]));
     for (let index = this.ranks.length - 1; index >= 0; index--) {
       for (const [phase, from, to] of this.segments(this.ranks[index])) {
         if (to <= from) continue;

@@ -6,10 +6,11 @@ but health needs a token. Digests of one length are compared, in constant time. 
 """
 
 import hmac
+import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, NoReturn
 
 from pannier.common import timeouts
@@ -161,7 +162,7 @@ _WITH_CONTEXT: Final = (
 
 
 class JobAuthInterceptor(WrappingInterceptor):
-    """The first of a server's interceptors."""
+    """Before all other interceptors of a server but that of errors."""
 
     def __init__(self, auth: JobAuth) -> None:
         super().__init__()
@@ -186,38 +187,38 @@ class JobAuthInterceptor(WrappingInterceptor):
             return super().wrap(function, method)
 
         async def checked(request: Any, context: Any) -> Any:
-            if method.endswith("/Write"):
-                return await function(request, _CheckedContext(self._auth, context))
-            try:
-                await self._auth.check_request(request)
-            except PannierError as error:
-                await self._refuse(context, error, method)
+            await self._check_request(request, context, method)
             return await function(request, context)
 
-        return super().wrap(checked, method)
+        async def checked_stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            if method.endswith("/Write"):
+                request = self._checked_messages(request)
+            else:
+                await self._check_request(request, context, method)
+            async with aclosing(function(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        is_stream = inspect.isasyncgenfunction(function)
+        return super().wrap(checked_stream if is_stream else checked, method)
+
+    async def _check_request(self, request: Any, context: Any, method: str) -> None:
+        try:
+            await self._auth.check_request(request)
+        except PannierError as error:
+            await self._refuse(context, error, method)
+
+    async def _checked_messages(self, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """The messages of a ``Write`` call. Raises PannierError at a header that isn't the job's."""
+        async for message in messages:
+            if isinstance(message, sidecar_pb2.FileHeader):
+                try:
+                    await self._auth.check_request(message)
+                except PannierError as error:
+                    self._auth.log_refusal(error)
+                    raise
+            yield message
 
     async def _refuse(self, context: Any, error: PannierError, method: str) -> NoReturn:
         self._auth.log_refusal(error)
         await abort_call(context, error, method)
-
-
-class _CheckedContext:
-    """The context of a ``Write`` call, whose messages are checked."""
-
-    def __init__(self, auth: JobAuth, context: Any) -> None:
-        self._auth = auth
-        self._context = context
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    async def read(self) -> Any:
-        """The next message."""
-        message = await self._context.read()
-        if isinstance(message, sidecar_pb2.FileHeader):
-            try:
-                await self._auth.check_request(message)
-            except PannierError as error:
-                self._auth.log_refusal(error)
-                raise
-        return message

@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pannier.common import timeouts
+from pannier.common.message_json import seconds_of
 from pannier.daemon import doctor_checks
 from pannier.daemon.health_server import serve_health
 from pannier.daemon.http_server import Request, Response, serve_http
@@ -65,13 +66,14 @@ class StatusGateway(status_pb2_grpc.StatusServicer):
             draining=self._jobs.draining,
             backlog=lambda: _sum(answers, self._config.jobs_spool),
             trainers=lambda: sum(answer.trainers for answer in answers),
+            waits=lambda _: (wait for answer in answers for wait in answer.training_waits),
         )
         merged = describe_daemon(info)
         saves = [save for answer in answers for save in answer.saves]
-        saves.sort(key=lambda save: save.created_at, reverse=True)
+        saves.sort(key=lambda save: seconds_of(save.created_at), reverse=True)
         merged.saves.extend(saves[: request.limit or _LIMIT])
         loads = [load for answer in answers for load in answer.loads]
-        loads.sort(key=lambda load: load.created_at, reverse=True)
+        loads.sort(key=lambda load: seconds_of(load.created_at), reverse=True)
         merged.loads.extend(loads[: request.limit or _LIMIT])
         return merged
 

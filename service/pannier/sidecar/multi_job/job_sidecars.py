@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 
 from pannier.common import timeouts
+from pannier.common.message_json import seconds_of
 from pannier.daemon.loads.load_registry import UnknownLoadError
 from pannier.daemon.status_registry import UnknownSaveError
 from pannier.sidecar.multi_job.sockets import http_address, operator_address
@@ -105,7 +106,7 @@ class JobSidecars:
         request = status_pb2.GetSaveRequest(id=id_)
         answers = await self._get("GetSave", request)
         found = [
-            (answer.save.created_at, job, answer.save)
+            (seconds_of(answer.save.created_at), job, answer.save)
             for job, answer in answers.items()
             if isinstance(answer, status_pb2.GetSaveResponse)
         ]
@@ -118,7 +119,7 @@ class JobSidecars:
         """The job of a load, and its status. Raises UnknownLoadError."""
         answers = await self._get("GetLoad", status_pb2.GetLoadRequest(id=id_))
         found = [
-            (answer.load.created_at, job, answer.load)
+            (seconds_of(answer.load.created_at), job, answer.load)
             for job, answer in answers.items()
             if isinstance(answer, status_pb2.GetLoadResponse)
         ]

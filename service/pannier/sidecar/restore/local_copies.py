@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pannier.common import timeouts
+from pannier.common.message_json import timestamp
 from pannier.common.units import size_text
 from pannier.sidecar.save_registry import SaveRegistry
 from pannier.sidecar.spool.journal_state import JournalState, Recorded
@@ -170,7 +171,7 @@ class LocalCopies:
                 checkpoint_id=each.copy.checkpoint_id,
                 bytes=each.size,
                 reason=each.why,
-                evicted_at=each.at,
+                evicted_at=timestamp(each.at),
             )
             for each in self._evictions
         ]

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -35,7 +35,6 @@ _MAX_CONNECTIONS_PER_RANK: Final = 16
 _GONE: Final = "is gone: its connection ended before the rank was ingested"
 
 Message = Save | save_pb2.SaveStatus | sidecar_pb2.RoomWanted
-Send = Callable[[sidecar_pb2.ConnectResponse], Awaitable[None]]
 
 
 def welcome(
@@ -213,9 +212,9 @@ class Connections:
         self._ended = False
 
     async def connect(
-        self, request: sidecar_pb2.ConnectRequest, send: Send, *, peer: str = "unix:"
-    ) -> None:
-        """Sends the messages of one stream, until it ends.
+        self, request: sidecar_pb2.ConnectRequest, *, peer: str = "unix:"
+    ) -> AsyncGenerator[sidecar_pb2.ConnectResponse, None]:
+        """Yields the messages of one stream, until it ends.
 
         Args:
             peer: the client's end of the connection, in gRPC's format.
@@ -231,7 +230,7 @@ class Connections:
         )
         self._add(connection)
         try:
-            await send(sidecar_pb2.ConnectResponse(welcome=self._welcome()))
+            yield sidecar_pb2.ConnectResponse(welcome=self._welcome())
             for rank in self._saves.of_rank(*connection.key):
                 connection.mark_changed(rank.save, True)
             self._check_handed_over(request.pending)
@@ -239,10 +238,10 @@ class Connections:
             while (messages := await connection.next()) is not None:
                 for each in messages:
                     if isinstance(each, sidecar_pb2.RoomWanted):
-                        await send(sidecar_pb2.ConnectResponse(room=each))
+                        yield sidecar_pb2.ConnectResponse(room=each)
                         continue
                     status = self._render(each) if isinstance(each, Save) else each
-                    await send(sidecar_pb2.ConnectResponse(save=status))
+                    yield sidecar_pb2.ConnectResponse(save=status)
         finally:
             self._watches.remove(connection)
             self._remove(connection)
@@ -255,7 +254,7 @@ class Connections:
             if request.closing:
                 connection.expect_end()
         if own:
-            self._trainers.mark_seen(key)
+            self._trainers.note_ping(key, request)
 
     def on_change(self, save: Save, rank: RankSave | None, urgent: bool) -> None:
         """Listener of the registry: updates the clients of the save's ranks on this host."""

@@ -48,7 +48,7 @@ async def serving_peers(
         yield ""
         return
     server = grpc.aio.server(
-        options=server_options(), interceptors=[AdmissionInterceptor(LIMITS), ErrorInterceptor()]
+        options=server_options(), interceptors=[ErrorInterceptor(), AdmissionInterceptor(LIMITS)]
     )
     restore_pb2_grpc.add_PeerServicer_to_server(PeerServicer(blocks, replicas), server)
     try:

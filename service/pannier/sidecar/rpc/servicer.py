@@ -9,8 +9,8 @@ event loop. A handler is cancelled when its caller disconnects: work that must n
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -73,40 +73,40 @@ T = TypeVar("T")
 class _WriteStream:
     """The messages of one call of ``Write``, which is the writer of its file.
 
-    Created in the task of the call's handler, which :meth:`cancel` cancels.
+    Created in the task of the call's handler, which :meth:`cancel` cancels, unless a response is being sent: then
+    the handler ends when that is done, since gRPC can send no status before.
     """
 
-    def __init__(self, context: Any) -> None:
-        self._context = context
+    def __init__(self, messages: AsyncIterator[Message]) -> None:
+        self._messages = messages
         self._task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
         self._waiting_since = math.inf
         self._idle_limit_s = timeouts.WRITE_HEADER_S
         self._timer = self._loop.call_later(timeouts.WRITE_HEADER_S, self._check_idle)
-        self._sending: asyncio.Task[None] | None = None
-        """The last acknowledgement."""
+        self._sending = False
         self.problem = ""
         """Why it was cancelled; empty: it wasn't."""
 
     async def read(self) -> Message | None:
         """The next message; None at the end."""
         self._waiting_since = self._loop.time()
-        message = await self._context.read()
+        message = await anext(self._messages, None)
         self._waiting_since = math.inf
-        return None if message is grpc.aio.EOF else message
+        return message
 
-    async def acknowledge(self, held: int) -> None:
-        """Reports how many bytes of the file are held."""
-        response = sidecar_pb2.WriteResponse(committed=held)
-        self._sending = self._loop.create_task(self._context.write(response))
-        # When the call has ended, its handler is cancelled and doesn't retrieve the error.
-        self._sending.add_done_callback(lambda task: task.cancelled() or task.exception())
-        await asyncio.shield(self._sending)
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Around the yield of a response. Raises UnavailableError: the call was cancelled meanwhile."""
+        self._sending = True
+        yield
+        self._sending = False
+        if self.problem:
+            raise self.error()
 
-    async def sent(self) -> None:
-        """Returns once no response is being sent: gRPC can send no status until then."""
-        if self._sending is not None:
-            await asyncio.wait({self._sending})
+    def error(self) -> UnavailableError:
+        """For the client, after :meth:`cancel`."""
+        return UnavailableError(f"the stream was ended: {self.problem}")
 
     def take_header(self) -> None:
         """Called when the header has arrived: sets the idle limit for chunks."""
@@ -116,7 +116,8 @@ class _WriteStream:
         """Ends the call with an error, unless it has ended."""
         if self._task is not None and not self.problem:
             self.problem = problem
-            self._task.cancel()
+            if not self._sending:
+                self._task.cancel()
 
     def close(self) -> None:
         """Stops the idle timer; called when the handler ends."""
@@ -155,9 +156,13 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             task.cancel()
         await asyncio.gather(*self._writes, *self._completing, return_exceptions=True)
 
-    async def Connect(self, request: sidecar_pb2.ConnectRequest, context: Any) -> None:
+    async def Connect(
+        self, request: sidecar_pb2.ConnectRequest, context: Any
+    ) -> AsyncIterator[sidecar_pb2.ConnectResponse]:
         """Welcomes a client, then sends it the statuses of its saves until it disconnects."""
-        await self._connections.connect(request, context.write, peer=context.peer())
+        async with aclosing(self._connections.connect(request, peer=context.peer())) as responses:
+            async for response in responses:
+                yield response
 
     async def Plan(
         self, request: sidecar_pb2.PlanRequest, context: Any
@@ -205,24 +210,29 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
         self._saves.set_attempt(rank, response.attempt)
         return response
 
-    async def Write(self, messages: object, context: Any) -> None:
+    async def Write(
+        self, messages: AsyncIterator[Message], context: Any
+    ) -> AsyncIterator[sidecar_pb2.WriteResponse]:
         """Receives one data file, from the offset that is held."""
-        stream = _WriteStream(context)
+        stream = _WriteStream(messages)
         task = asyncio.current_task()
         assert task is not None
         self._writes.add(task)
         try:
-            await self._write(stream)
+            async with aclosing(self._write(stream)) as acknowledged:
+                async for held in acknowledged:
+                    with stream.sending():
+                        yield sidecar_pb2.WriteResponse(committed=held)
         except asyncio.CancelledError:
             if not stream.problem:
                 raise
-            await stream.sent()
-            raise UnavailableError(f"the stream was ended: {stream.problem}") from None
+            raise stream.error() from None
         finally:
             stream.close()
             self._writes.discard(task)
 
-    async def _write(self, stream: _WriteStream) -> None:
+    async def _write(self, stream: _WriteStream) -> AsyncGenerator[int, None]:
+        """Yields how many bytes of the file are held, whenever the client is to know."""
         header = await stream.read()
         stream.take_header()
         if isinstance(header, PannierError):
@@ -243,8 +253,10 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
                 await within(timeouts.WRITE_TURN_S, take_turn())
             # A later stream of the same file replaces this one.
             held = await file.begin(stream, stream.cancel)
-            await stream.acknowledge(held)
-            await self._receive(stream, rank, file, held)
+            yield held
+            async with aclosing(self._receive(stream, rank, file, held)) as acknowledged:
+                async for held in acknowledged:
+                    yield held
         except (InvalidRequestError, IntegrityError) as error:
             # First: failing the rank cancels its streams, and this one must still send the error.
             file.end(stream)
@@ -352,7 +364,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
 
     async def _receive(
         self, stream: _WriteStream, rank: RankSave, file: DataFile, held: int
-    ) -> None:
+    ) -> AsyncGenerator[int, None]:
         """The data path: one iteration per chunk."""
         size, append, read = file.size, file.append, stream.read
         next_stop = held + ACKNOWLEDGE
@@ -372,7 +384,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             if held >= next_stop or held == size:
                 next_stop = held + ACKNOWLEDGE
                 await self._ingest.record_progress(rank, file)
-                await stream.acknowledge(held)
+                yield held
 
 
 def _parse(message: bytes) -> Message:

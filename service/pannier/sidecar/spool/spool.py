@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import re
+import resource
 import stat
 import threading
 import time
@@ -37,7 +38,9 @@ _SMALL: Final = 1 << 20
 """Spool files up to this size fit any small data file."""
 _BUSY: Final = (errno.EAGAIN, errno.EBUSY)
 _PIECE: Final = 8 << 20  # bytes that are moved into huge pages at a time
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+_NO_FALLOCATE: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+"""The kernel, the file system or a sandbox has no such call."""
 
 
 class SpoolInUseError(ConfigurationError):
@@ -407,6 +410,12 @@ class Spool:
                     "daemons: `pannier down --runtime-dir DIRECTORY`), or give each its own --spool "
                     "(PANNIER_SPOOL)"
                 ) from error
+            except OSError as error:
+                raise ConfigurationError(
+                    f"the spool {self.directory} can't be locked (flock: {error.strerror}): its file system, such as "
+                    "NFS without locks or Lustre without the mount option flock, has no file locks; name a directory "
+                    "on a local disk or tmpfs (--spool, PANNIER_SPOOL)"
+                ) from error
         except BaseException:
             os.close(fd)
             raise
@@ -449,8 +458,10 @@ class Spool:
     def _reserve(self, file: SpoolFile, missing: int) -> None:
         while missing:
             try:
-                os.posix_fallocate(file.fd, file.capacity, missing)
+                _reserve(file.fd, file.capacity, missing)
             except OSError as error:
+                if error.errno == errno.EFBIG:
+                    raise _too_large(file, missing) from error
                 if error.errno not in _FULL:
                     raise
                 with self._lock:
@@ -490,6 +501,33 @@ class Spool:
             "files of saves under way; wait for those, or give the sidecar more room (--spool, "
             "--spool-budget)"
         )
+
+
+def _reserve(fd: int, start: int, size: int) -> None:
+    """Takes room for these bytes, which are zero afterwards. Raises OSError: there isn't enough."""
+    try:
+        os.posix_fallocate(fd, start, size)
+    except OSError as error:
+        if error.errno not in _NO_FALLOCATE:
+            raise
+        for offset in range(start, start + size, _PIECE):
+            _write_zeros(fd, offset, min(_PIECE, start + size - offset))
+
+
+def _write_zeros(fd: int, offset: int, size: int) -> None:
+    while size:
+        written = os.pwrite(fd, bytes(size), offset)
+        offset, size = offset + written, size - written
+
+
+def _too_large(file: SpoolFile, missing: int) -> ConfigurationError:
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    given = "no limit" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+    return ConfigurationError(
+        f"the spool file {file.path} can't have {file.capacity + missing} bytes (EFBIG): the sidecar's limit of "
+        f"file sizes (RLIMIT_FSIZE, `ulimit -f`, systemd's LimitFSIZE=) is {given}; raise it, then start the "
+        "sidecar again (embedded daemons have the limit of the trainer that started them: `pannier down`)"
+    )
 
 
 def _whole_pages(size: int) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from pannier.common import timeouts
+from pannier.common.cloud import may_be_late
 
 # Before the import: otherwise gcsfs requests the bucket's layout over gRPC at first use.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
@@ -130,11 +131,27 @@ class GcsConnection:
             # Otherwise aiohttp sends a whole chunk again when a connection breaks, without a report.
             session._retry_connection = False
         except (TypeError, ValueError, OSError, google.auth.exceptions.GoogleAuthError) as error:
+            if isinstance(error, google.auth.exceptions.GoogleAuthError) and may_be_late(
+                os.environ
+            ):
+                raise TransientError(f"{error}; {_CREDENTIALS_HINT}", answered=False) from error
             raise ConfigurationError(
                 f"Google Cloud Storage can't be set up: {error}; check the storage options and the "
                 "GOOGLE_* and STORAGE_EMULATOR_HOST variables"
             ) from error
-        return cls(fs, threads)
+        connection = cls(fs, threads)
+        if (
+            fs.credentials.credentials is None
+            and settings.get("token") is None
+            and may_be_late(os.environ)
+        ):
+            # gcsfs goes on as an anonymous user.
+            await connection.close()
+            raise TransientError(
+                f"no credentials were found (for a public bucket, give the storage option token=anon); {_CREDENTIALS_HINT}",
+                answered=False,
+            )
+        return connection
 
     @property
     def chunk_bytes(self) -> int:

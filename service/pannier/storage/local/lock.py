@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pannier.common import timeouts
 from pannier.storage.base import StorageError
@@ -83,6 +83,10 @@ async def locked(
         await held.release()
 
 
+_NO_LOCKS: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What flock(2) says on a file system without locks."""
+
+
 @dataclass(frozen=True)
 class _Held:
     """Descriptors of a lock file that is locked, and of its directory."""
@@ -104,6 +108,13 @@ def _try(directory: Directory, name: str) -> _Held | None:
             # The previous holder removed it with its lock.
             pass
         except OSError as error:
+            if error.errno in _NO_LOCKS:
+                os.close(fd)
+                raise StorageError(
+                    f"{os.path.join(directory.path, name)} can't be locked (flock: {error.strerror}): checkpoints "
+                    "need file locks; mount its file system with them (Lustre: the option flock; NFS: a lock "
+                    "daemon), or save elsewhere"
+                ) from error
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 os.close(fd)
                 raise

@@ -22,6 +22,7 @@ import crc32c
 
 from pannier.common import timeouts
 from pannier.common.locations import Location
+from pannier.common.units import size_text
 from pannier.storage.base import (
     ConflictError,
     DeniedError,
@@ -112,7 +113,7 @@ class LocalStore(Store):
             free = ""
             if error.errno in _FULL:
                 with suppress(OSError, StorageError):
-                    free = f" ({await self._call(self._directory.free_bytes)} bytes are free)"
+                    free = f" ({size_text(await self._call(self._directory.free_bytes))} are free)"
             raise _as_storage_error(error, path, free) from error
 
     @in_time

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import ssl
+import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 from http.client import HTTPException
@@ -23,6 +24,7 @@ from botocore.utils import get_environ_proxies
 from s3fs import S3FileSystem
 
 from pannier.common import timeouts
+from pannier.common.cloud import may_be_late
 from pannier.common.deadline import within
 from pannier.storage.base import DeniedError, NotFoundError, StorageError, notify_retry
 from pannier.storage.connections import SharedConnection, check_names
@@ -53,7 +55,11 @@ _TRANSIENT = {
 # A machine's metadata server is asked once otherwise, for a second.
 os.environ.setdefault("AWS_METADATA_SERVICE_NUM_ATTEMPTS", "3")
 
+_STARTED = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+"""When this process began to use S3."""
+
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
+_NOT_THERE = {"NotImplemented", "UnsupportedArgument"}
 _CHECKSUM = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"}
 _FIELDS = {
     "create_multipart_upload": ("UploadId",),
@@ -95,6 +101,10 @@ class ChecksumRefusedError(StorageError):
 
 class CredentialsError(DeniedError):
     """The session token has expired, or no credentials were found; another look may find new ones."""
+
+
+class NoneFoundError(CredentialsError):
+    """No credentials were found."""
 
 
 class BeyondEndError(StorageError):
@@ -172,7 +182,12 @@ class S3Connection:
         except CredentialsError as error:
             notify_retry(f"{error}; looking for other credentials")
             await self._renew(refused)
-            return await self._call(operation, what, size, arguments)
+            try:
+                return await self._call(operation, what, size, arguments)
+            except NoneFoundError as still:
+                if not may_be_late(os.environ):
+                    raise
+                raise TransientError(str(still), answered=False) from still
 
     async def _renew(self, refused: Any) -> None:
         """Looks credentials up again, unless another call has. Raises DeniedError, TransientError."""
@@ -199,7 +214,7 @@ class S3Connection:
             raise _error(error, what) from error
         except boto.NoCredentialsError as error:
             # Also when the machine's metadata server did not answer in time.
-            raise CredentialsError(f"{what}: {error}; {_CREDENTIALS_HINT}") from error
+            raise NoneFoundError(f"{what}: {error}; {_CREDENTIALS_HINT}") from error
         except (boto.PartialCredentialsError, boto.TokenRetrievalError) as error:
             raise DeniedError(f"{what}: {error}; {_CREDENTIALS_HINT}") from error
         except boto.CredentialRetrievalError as error:
@@ -310,6 +325,17 @@ def _retrieval_error(error: boto.CredentialRetrievalError) -> TransientError:
     return TransientError(f"{error}; {_CREDENTIALS_HINT}", answered=False)
 
 
+def _environments_keys() -> str:
+    """Whose keys they are, where the environment has them: they stay as long as the process."""
+    if not os.environ.get("AWS_ACCESS_KEY_ID"):
+        return ""
+    return (
+        f"; these are AWS_ACCESS_KEY_ID and what belongs to it in the environment of process {os.getpid()}, as of "
+        f"{_STARTED}: where the keys have changed since then, start it again (embedded daemons: `pannier down`; "
+        "the next save starts them with its own keys), or use a profile (AWS_PROFILE), which is read again"
+    )
+
+
 def _error(error: boto.ClientError, what: str) -> StorageError:
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     code = str(error.response.get("Error", {}).get("Code", ""))
@@ -321,7 +347,7 @@ def _error(error: boto.ClientError, what: str) -> StorageError:
         return TransientError(text, asked_pause_s(headers))
     # An answer to HEAD has no body that names the reason.
     if code in _EXPIRED or code == "400":
-        return CredentialsError(f"{text}; {_CREDENTIALS_HINT}")
+        return CredentialsError(f"{text}; {_CREDENTIALS_HINT}{_environments_keys()}")
     if status in (401, 403):
         return DeniedError(f"{text}; {_CREDENTIALS_HINT}")
     if code == "NoSuchUpload":
@@ -332,6 +358,11 @@ def _error(error: boto.ClientError, what: str) -> StorageError:
         return BeyondEndError(text)
     if status == 412:
         return PreconditionError(text)
+    if status == 501 or code in _NOT_THERE:
+        text += (
+            "; this S3-compatible store lacks what Pannier needs: conditional writes (If-None-Match, If-Match) and "
+            "the checksum header x-amz-checksum-crc32c; use a newer version of it, or another store"
+        )
     return StorageError(text)
 
 
