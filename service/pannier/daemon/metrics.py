@@ -264,7 +264,7 @@ def backlog_families(backlog: Backlog) -> Iterable[Metric]:
         ),
         (
             "pannier_spool_capacity_bytes",
-            "Most bytes the spool can hold: its budget, or the space of its file system.",
+            "Most bytes the spool can hold: by its budget, its file system, or the memory limit.",
             backlog.capacity_bytes,
         ),
         (
