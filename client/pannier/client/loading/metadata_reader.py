@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import crc32c
 from torch.distributed.checkpoint.metadata import Metadata
 
-from pannier.client.loading import catalog, read_lease
+from pannier.client.loading import absence, read_lease
 from pannier.client.loading.checksum_verifier import Receipts
 from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.range_reader import in_parallel
@@ -65,7 +65,7 @@ def fetch_metadata(directory: StorageDir, name: str = object_names.METADATA) -> 
     try:
         return directory.read(name, MOST_METADATA)
     except MissingError as error:
-        raise catalog.absence_error(directory, name) from error
+        raise absence.absence_error(directory, name) from error
 
 
 def read_leased(
@@ -134,7 +134,7 @@ def _take_lease(
         # Both after the lease was written: the files of a replaced checkpoint are removed only after a look
         # for leases.
         _, seen = _together(
-            partial(catalog.check_not_removed, directory, attempt),
+            partial(absence.check_not_removed, directory, attempt),
             lambda: stamp if lease is None else _stamp(directory),
         )
     except BaseException:

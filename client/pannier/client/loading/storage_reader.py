@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from pannier.client.loading import catalog, filesystem, metadata_reader, read_lease
+from pannier.client.loading import absence, filesystem, metadata_reader, read_lease
 from pannier.client.loading.checksum_verifier import ChecksumVerifier, Receipts
 from pannier.client.loading.filesystem import StorageDir
 from pannier.client.loading.item_loader import ItemLoader
@@ -327,7 +327,7 @@ class StorageReader(storage.StorageReader):
             shared = plan.storage_data if isinstance(plan.storage_data, RankPlan) else None
             self._read(items, planner, shared)
         except filesystem.MissingError as error:
-            what = catalog.describe_removal(self._directory) or (
+            what = absence.describe_removal(self._directory) or (
                 "was the checkpoint replaced or removed while it was read?"
             )
             raise filesystem.MissingError(

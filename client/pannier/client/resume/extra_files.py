@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pannier.client.default_factory import raise_unretrieved
-from pannier.client.loading import catalog, checksum_verifier
+from pannier.client.loading import absence, catalog, checksum_verifier
 from pannier.client.loading.filesystem import MissingError, open_dir
 from pannier.client.messages.call_errors import at_call
 
@@ -52,7 +52,7 @@ def read_extra_file(
         try:
             commit = catalog.find_commit(directory)
         except MissingError:
-            raise catalog.absence_error(directory) from None
+            raise absence.absence_error(directory) from None
         try:
             if commit is None:
                 # Another writer's: there are no records, only the file itself.
