@@ -15,7 +15,7 @@ from typing import Final
 
 import grpc
 
-from pannier.common.rank_phase import has_reached
+from pannier.daemon.rank_phase import has_reached
 from pannier.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,

@@ -25,7 +25,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from pannier.common.rank_phase import has_reached
+from pannier.daemon.rank_phase import has_reached
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire.addresses import embedded_sidecar
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from pannier.common import observer_clock, timeouts
-from pannier.common.rank_phase import has_reached
 from pannier.common.wait_text import waiting_text
 from pannier.coordinator.saves import save_view
 from pannier.coordinator.saves.participants import RankState, SidecarPeer
 from pannier.coordinator.saves.registry import Registry
 from pannier.coordinator.saves.save import Save
 from pannier.coordinator.saves.states import State
+from pannier.daemon.rank_phase import has_reached
 from pannier.v1 import coordinator_pb2, save_pb2
 from pannier.wire import limits, object_names
 from pannier.wire.failures import ranks_text

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 import grpc
 
 from pannier.common import observer_clock, timeouts
-from pannier.common.rank_phase import has_reached
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.planning.custom_planners import Planners
 from pannier.coordinator.planning.plan_cache import AgreedPlan, PlanCache
@@ -27,6 +26,7 @@ from pannier.coordinator.saves.save_spec import DisagreementError
 from pannier.coordinator.saves.states import PlanMode, State
 from pannier.coordinator.sidecar_streams import SidecarStreams, check_version
 from pannier.coordinator.stores import Stores
+from pannier.daemon.rank_phase import has_reached
 from pannier.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Final
 
 from pannier.common import observer_clock, timeouts
-from pannier.common.rank_phase import has_reached
 from pannier.common.wait_text import aged
 from pannier.coordinator.liveness import SidecarPeers, apply_trainer_reports
 from pannier.coordinator.replica_holders import ReplicaHolders, Sent
@@ -28,6 +27,7 @@ from pannier.coordinator.saves.save_spec import DisagreementError
 from pannier.coordinator.saves.states import State
 from pannier.coordinator.stores import Stores
 from pannier.daemon.loads.load_registry import LoadRegistry
+from pannier.daemon.rank_phase import has_reached
 from pannier.v1 import coordinator_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
 from pannier.wire.errors import (

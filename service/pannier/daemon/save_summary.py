@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from pannier.common.rank_phase import has_reached
 from pannier.common.units import size_text
+from pannier.daemon.rank_phase import has_reached
 from pannier.v1 import save_pb2
 from pannier.wire.errors import kind_name
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pannier.common.rank_phase import has_reached
+from pannier.daemon.rank_phase import has_reached
 from pannier.v1 import save_pb2
 from pannier.wire import object_names
 from support.chaos.check import read_events

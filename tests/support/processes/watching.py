@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import grpc
 
-from pannier.common.rank_phase import has_reached
+from pannier.daemon.rank_phase import has_reached
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from support.processes.channels import OWN_CONNECTION
 from support.processes.stretch import BOUND_S

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pannier.common import observer_clock, timeouts
-from pannier.common.rank_phase import has_reached
 from pannier.common.wait_text import Awaited
 from pannier.coordinator.planning.columns import RankPlan
 from pannier.coordinator.saves.save_spec import DisagreementError
+from pannier.daemon.rank_phase import has_reached
 from pannier.v1 import coordinator_pb2, plan_pb2, records_pb2, save_pb2, sidecar_pb2
 
 

@@ -9,7 +9,6 @@ import fcntl
 import logging
 import os
 import re
-import resource
 import stat
 import threading
 import time
@@ -24,6 +23,7 @@ from pannier.common import fault_points, timeouts
 from pannier.common.cgroup import MemoryLimit, memory_limit
 from pannier.common.units import size_text
 from pannier.daemon.listeners import make_private_directory
+from pannier.sidecar.spool.allocation import PAGE, reserve, whole_pages
 from pannier.sidecar.spool.huge_pages import collapse, is_tmpfs
 from pannier.sidecar.spool.lock_holder import lock_holder
 from pannier.wire.errors import BusyError, ConfigurationError, PannierError
@@ -33,13 +33,11 @@ _log = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"\d{8,}\.data")
 """Names of spool files; no other file of the directory is touched."""
-_PAGE: Final = 4096
 _SMALL: Final = 1 << 20
 """Spool files up to this size fit any small data file."""
 _BUSY: Final = (errno.EAGAIN, errno.EBUSY)
 _PIECE: Final = 8 << 20  # bytes that are moved into huge pages at a time
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
-_NO_FALLOCATE: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 """The kernel, the file system or a sandbox has no such call."""
 
 
@@ -160,7 +158,7 @@ class Spool:
         space, limit = os.statvfs(self.directory), self.limit()
         with self._lock:
             room, of = self._capacity(space, limit)
-        needed = sum(_whole_pages(size) for size in sizes)
+        needed = sum(whole_pages(size) for size in sizes)
         if room and needed > room:
             raise ConfigurationError(
                 f"the spool {self.directory} is too small for this save: {needed} bytes needed on "
@@ -185,7 +183,7 @@ class Spool:
             )
         with self._lock:
             if spare:
-                self._check_spare(_whole_pages(size), spare)
+                self._check_spare(whole_pages(size), spare)
             file, missing = self._choose(job, size)
             self._requested += missing
             try:
@@ -318,7 +316,7 @@ class Spool:
                 f"{found.st_uid}, not {size} or more and user {os.geteuid()}"
             )
         file = SpoolFile(path, fd, job)
-        file.capacity = found.st_size // _PAGE * _PAGE
+        file.capacity = found.st_size // PAGE * PAGE
         with self._lock:
             self._files.add(file)
             self._taken += 1
@@ -431,10 +429,10 @@ class Spool:
         else:
             near = [s for s in free if size // 2 <= s.capacity < size]
             if not near:
-                return None, _whole_pages(size)
+                return None, whole_pages(size)
             best = max(near, key=lambda file: file.capacity)
         self._free[job].remove(best)
-        return best, max(0, _whole_pages(size) - best.capacity)
+        return best, max(0, whole_pages(size) - best.capacity)
 
     def _evict_for(self, missing: int, job: str) -> None:
         """Removes free files, those of other jobs first, until ``missing`` more bytes are within budget and memory."""
@@ -458,10 +456,8 @@ class Spool:
     def _reserve(self, file: SpoolFile, missing: int) -> None:
         while missing:
             try:
-                _reserve(file.fd, file.capacity, missing)
+                reserve(file.fd, file.path, file.capacity, missing)
             except OSError as error:
-                if error.errno == errno.EFBIG:
-                    raise _too_large(file, missing) from error
                 if error.errno not in _FULL:
                     raise
                 with self._lock:
@@ -501,34 +497,3 @@ class Spool:
             "files of saves under way; wait for those, or give the sidecar more room (--spool, "
             "--spool-budget)"
         )
-
-
-def _reserve(fd: int, start: int, size: int) -> None:
-    """Takes room for these bytes, which are zero afterwards. Raises OSError: there isn't enough."""
-    try:
-        os.posix_fallocate(fd, start, size)
-    except OSError as error:
-        if error.errno not in _NO_FALLOCATE:
-            raise
-        for offset in range(start, start + size, _PIECE):
-            _write_zeros(fd, offset, min(_PIECE, start + size - offset))
-
-
-def _write_zeros(fd: int, offset: int, size: int) -> None:
-    while size:
-        written = os.pwrite(fd, bytes(size), offset)
-        offset, size = offset + written, size - written
-
-
-def _too_large(file: SpoolFile, missing: int) -> ConfigurationError:
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    given = "no limit" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
-    return ConfigurationError(
-        f"the spool file {file.path} can't have {file.capacity + missing} bytes (EFBIG): the sidecar's limit of "
-        f"file sizes (RLIMIT_FSIZE, `ulimit -f`, systemd's LimitFSIZE=) is {given}; raise it, then start the "
-        "sidecar again (embedded daemons have the limit of the trainer that started them: `pannier down`)"
-    )
-
-
-def _whole_pages(size: int) -> int:
-    return max(1, -(-size // _PAGE)) * _PAGE

@@ -2,7 +2,7 @@
 
 import itertools
 
-from pannier.common.rank_phase import has_reached
+from pannier.daemon.rank_phase import has_reached
 from pannier.v1 import save_pb2
 
 IN_ORDER = (
