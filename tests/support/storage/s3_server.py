@@ -22,6 +22,7 @@ from support.processes.stretch import BOUND_S
 from support.storage.gcs_faults import Fault, Faults
 from support.storage.jitter import Jitter
 
+_CHECKSUM = ("HTTP_X_AMZ_CHECKSUM", "HTTP_X_AMZ_SDK_CHECKSUM", "HTTP_X_AMZ_TRAILER")
 _KEYS = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
 
 Environ = dict[str, Any]
@@ -48,6 +49,7 @@ class _Faulty:
         self.faults = faults
         self.ignore_checksums = False
         self.lists_by_key = False
+        self.refuse_checksums = False
         self._jitter = jitter
         self._lock = threading.Lock()
         self.requests: list[list[str]] = []
@@ -88,6 +90,11 @@ class _Faulty:
         if kind == "status":
             assert fault is not None
             return answer(start_response, fault)
+        if self.refuse_checksums and any(name.startswith(_CHECKSUM) for name in environ):
+            text = "A header you provided implies functionality that is not implemented."
+            return answer(
+                start_response, Fault("status", status=501, code="NotImplemented", message=text)
+            )
         if kind == "corrupt" and data:
             data = data[:-1] + bytes([data[-1] ^ 0x10])
         sent = environ.get("HTTP_X_AMZ_CHECKSUM_CRC32C")
@@ -215,7 +222,7 @@ class S3Server:
     def clear(self) -> None:
         """Removes all rules."""
         self._app.faults.clear()
-        self._app.ignore_checksums = self._app.lists_by_key = False
+        self._app.ignore_checksums = self._app.lists_by_key = self._app.refuse_checksums = False
 
     def list_uploads_by_key(self) -> None:
         """Until :meth:`clear`: uploads are listed by their exact key only, as MinIO does."""
@@ -224,6 +231,10 @@ class S3Server:
     def ignore_checksums(self) -> None:
         """Until :meth:`clear`: what arrives is kept whatever checksum was sent along."""
         self._app.ignore_checksums = True
+
+    def refuse_checksums(self) -> None:
+        """Until :meth:`clear`: a request with a header about checksums is answered by 501."""
+        self._app.refuse_checksums = True
 
     def requests(self) -> list[list[str]]:
         """Method and path with query, of all."""

@@ -532,6 +532,49 @@ def test_a_store_without_conditional_writes_is_named_with_what_it_lacks(faulty: 
     run(faulty, body)
 
 
+@pytest.mark.parametrize("chosen_by", ["environment", "options"])
+def test_a_store_that_refuses_checksum_headers_is_used_without_them(
+    faulty: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen_by: str
+) -> None:
+    monkeypatch.delenv("AWS_REQUEST_CHECKSUM_CALCULATION", raising=False)
+    faulty.refuse_checksums()
+
+    async def refused() -> None:
+        store = store_in(faulty, f"bucket/{chosen_by}")
+        with pytest.raises(StorageError, match="AWS_REQUEST_CHECKSUM_CALCULATION=when_required"):
+            await store.create("record", b"1")
+        await store.close()
+
+    async def kept(**options: object) -> None:
+        store = store_in(faulty, f"bucket/{chosen_by}", **options)
+        await store.create("record", b"1")
+        assert await store.read("record") == b"1"
+        for size in (1 << 10, BIG):
+            source = FileSource(tmp_path / f"spool-{size}", some_bytes(size))
+            await store.upload(
+                f"file-{size}", source, progress=lambda held: None, retried=pytest.fail
+            )
+            assert await store.read(f"file-{size}") == some_bytes(size)
+        # What arrives is compared all the same, by reading it.
+        faulty.fault(kind="corrupt", method="PUT", path="file-damaged")
+        source = FileSource(tmp_path / "spool", some_bytes(1 << 10))
+        reasons: list[str] = []
+        await store.upload(
+            "file-damaged", source, progress=lambda held: None, retried=reasons.append
+        )
+        assert len(reasons) == 1
+        assert "arrived with 1024 bytes and crc32c" in reasons[0]
+        assert await store.read("file-damaged") == some_bytes(1 << 10)
+        await store.close()
+
+    asyncio.run(refused())
+    if chosen_by == "environment":
+        monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+        asyncio.run(kept())
+    else:
+        asyncio.run(kept(config_kwargs={"request_checksum_calculation": "when_required"}))
+
+
 def test_a_pods_credentials_that_are_not_there_yet_are_waited_for(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ _STARTED = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
 _NOT_THERE = {"NotImplemented", "UnsupportedArgument"}
 _CHECKSUM = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"}
+_CALCULATION = "request_checksum_calculation"
 _FIELDS = {
     "create_multipart_upload": ("UploadId",),
     "head_object": ("ContentLength", "ETag", "LastModified"),
@@ -112,14 +113,21 @@ class BeyondEndError(StorageError):
 
 
 class S3Connection:
-    """A client, and a sender of data files beside it; for one event loop."""
+    """A client, and a sender of data files beside it; for one event loop.
 
-    def __init__(self, fs: S3FileSystem, sender: HttpSender | None) -> None:
+    Args:
+        sends_checksums: False for a store that refuses their headers.
+    """
+
+    def __init__(
+        self, fs: S3FileSystem, sender: HttpSender | None, *, sends_checksums: bool = True
+    ) -> None:
         self._fs = fs
         self._sender = sender
         self._clients = [fs._s3creator]
         """All clients; running requests may use an older one."""
         self._renewing = asyncio.Lock()
+        self._sends_checksums = sends_checksums
 
     @classmethod
     async def open(cls, options: Mapping[str, Any], threads: UploadThreads) -> "S3Connection":
@@ -129,7 +137,7 @@ class S3Connection:
             "connect_timeout": timeouts.STORAGE_CONNECT_S,
             "read_timeout": timeouts.STORAGE_IDLE_S,
             "max_pool_connections": 64,
-            "request_checksum_calculation": "when_required",
+            _CALCULATION: "when_required",
             "response_checksum_validation": "when_required",
             **settings.get("config_kwargs", {}),
             "retries": {"total_max_attempts": 1},
@@ -144,7 +152,15 @@ class S3Connection:
             raise ConfigurationError(
                 f"S3 can't be set up: {error}; check the storage options and the AWS_* variables"
             ) from error
-        connection = cls(fs, _make_sender(fs, settings, threads))
+        # As AWS's SDKs let a user choose it:
+        # https://docs.aws.amazon.com/sdkref/latest/guide/feature-dataintegrity.html
+        chosen = options.get("config_kwargs", {}).get(_CALCULATION)
+        chosen = chosen or fs.session.get_config_variable(_CALCULATION)
+        connection = cls(
+            fs,
+            _make_sender(fs, settings, threads),
+            sends_checksums=str(chosen).lower() != "when_required",
+        )
         try:
             _check_parameters(fs)
         except ConfigurationError:
@@ -249,6 +265,8 @@ class S3Connection:
             for event in _UPLOADS:
                 # Once per client.
                 client.meta.events.register(event, self._send, unique_id=f"pannier-{event}")
+        if not self._sends_checksums:
+            arguments = _without_checksums(arguments)
         method = getattr(client, operation)
         answer: dict[str, Any] = await method(**self._fs._get_s3_method_kwargs(method, **arguments))
         if "Body" in answer:
@@ -275,6 +293,15 @@ class S3Connection:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
         lower = {name.lower(): value for name, value in found.headers.items()}
         return AioAWSResponse(request.url, found.status, lower, _Read(found.body))
+
+
+def _without_checksums(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments without checksums: the store compares uploads by reading them back."""
+    kept = {name: value for name, value in arguments.items() if not name.startswith("Checksum")}
+    if "MultipartUpload" in kept:
+        parts = kept["MultipartUpload"]["Parts"]
+        kept["MultipartUpload"] = {"Parts": [_without_checksums(part) for part in parts]}
+    return kept
 
 
 def check_fields(answer: Mapping[str, Any], fields: Iterable[str], what: str) -> None:
@@ -361,7 +388,8 @@ def _error(error: boto.ClientError, what: str) -> StorageError:
     if status == 501 or code in _NOT_THERE:
         text += (
             "; this S3-compatible store lacks what Pannier needs: conditional writes (If-None-Match, If-Match) and "
-            "the checksum header x-amz-checksum-crc32c; use a newer version of it, or another store"
+            "the checksum header x-amz-checksum-crc32c; use a newer version of it, or another store. If it lacks "
+            "only the header: AWS_REQUEST_CHECKSUM_CALCULATION=when_required, with which each upload is read back"
         )
     return StorageError(text)
 
