@@ -196,7 +196,7 @@ ROWS = {
     ],
     "a trainer ends normally where its daemons end with it": [
         "faults/test_exits.py::test_the_last_save_is_committed_before_the_exit_that_ends_a_container",
-        "faults/test_exits.py::test_where_daemons_survive_the_exit_says_which_process_uploads_the_last_save",
+        "faults/test_exits.py::test_where_daemons_survive_one_line_says_who_commits_the_last_save",
         "unit/common/test_lifetime.py::test_what_manages_a_cgroup_may_end_them",
     ],
     "a sidecar starts on a spool with ranks that belong to another endpoint": [

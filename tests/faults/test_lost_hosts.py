@@ -195,7 +195,10 @@ def test_a_host_that_is_lost_before_it_is_durable_is_named_at_the_deadline(hosts
             hosts.coordinator.address,
             target,
             lambda s: (
-                re.search(r"rank 1 \(host node-1, last seen ([5-9]|1\d) s", s.waiting_on.text)
+                re.search(
+                    r"rank 1 \(host node-1, whose sidecar does not respond, last seen ([5-9]|1\d) s",
+                    s.waiting_on.text,
+                )
                 is not None
             ),
         )

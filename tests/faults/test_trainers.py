@@ -117,7 +117,7 @@ def test_a_sidecar_that_is_gone_for_good_is_named_at_the_deadline(
         client.save(state, checkpoint_id=str(tmp_path / "root" / "2"), on_busy="skip")
     with pytest.raises(BusyError):
         client.save(state, checkpoint_id=str(tmp_path / "root" / "3"), on_busy="raise")
-    named = re.compile(r"the sidecar at unix:.* \(not connected, last seen \d+ s ago\)")
+    named = re.compile(r"the sidecar at unix:.* \(last seen \d+ s ago; not connected\)")
     wait_until(lambda: named.match(handle.status().waiting_on) is not None)
     # In doubt, when it was killed while it was asked to ingest the rank.
     ended = (SaveAbortedError, InDoubtError)

@@ -81,7 +81,7 @@ def test_a_requested_local_plan_is_sent_once_also_where_no_thread_can_be_started
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(claim.wait)
         for _ in range(2):
-            claim.on_status(save_pb2.SaveStatus(full_plan_requested=True))
+            claim.on_status(save_pb2.SaveStatus(plan=save_pb2.PlanState(full_plan_requested=True)))
         assert waiting.result(BOUND_S) == "p2"
     assert [each.digest for each in sidecar.requests] == ["d"]
     assert [each.staged_positions for each in sidecar.requests] == [b"\1\3"]
