@@ -1,7 +1,7 @@
 """A newcomer on a bare Debian: from a clone to a resumed run by the README's text alone.
 
-In: the root file system of ``make images``' base, which is Debian with its own Python, and the wheels fetched
-there in place of a package index. There is no other network.
+In: the root file system of ``make images``' base, which is Debian with its own Python, and wheels, most of them
+fetched there, in place of a package index. There is no other network.
 """
 
 import json
@@ -40,19 +40,32 @@ def test_from_a_clone_to_a_resumed_run(tmp_path: Path) -> None:
     subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)
     subprocess.run(["chown", "--recursive", str(USER), str(clone)], check=True)
     (tmp_path / "root").mkdir()
+    # The images have no use for it.
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
+            *("--constraint", str(REPOSITORY / "requirements.lock")),
+            *("--dest", str(tmp_path / "more"), "safetensors"),
+        ],
+        check=True,
+    )
     config = {
         "arguments": ["bash", "-euxc", f"cd /home/pannier\n{typed()}"],
         "environment": {
             "PATH": "/usr/local/bin:/usr/bin:/bin",
             "HOME": "/home/pannier",
             "PIP_NO_INDEX": "1",
-            "PIP_FIND_LINKS": "/wheels",
+            "PIP_FIND_LINKS": "/wheels /more",
         },
         "user": USER,
         "group": USER,
         "groups": [],
         "capabilities": [],
-        "mounts": [(str(WHEELS), "/wheels", True), (str(clone), "/home/pannier", False)],
+        "mounts": [
+            (str(WHEELS), "/wheels", True),
+            (str(tmp_path / "more"), "/more", True),
+            (str(clone), "/home/pannier", False),
+        ],
         "read_only": False,
         "image": str(image("base").root),
         "visible": [],

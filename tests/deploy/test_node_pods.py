@@ -15,7 +15,8 @@ from support.network.netns import Network
 from support.storage.bucket import check_whole, hold_up
 from support.storage.gcs_server import GcsServer
 
-pytestmark = pytest.mark.extended
+# Each command in a pod starts an interpreter that imports torch.
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 SOCKET = "unix:///run/pannier/sidecar.sock"
 SAVE = """
 import torch

@@ -93,7 +93,7 @@ def test_a_failure_has_its_rank_cause_and_hint_and_no_text_becomes_markup(
         party.agree(checkpoint, 1)
         party.hands[1].fail(party.hands[1].context(checkpoint, 1), f"it can't: {MARKUP}")
         page.goto(f"http://{site.coordinator}/")
-        expect(page.locator("#state")).to_have_text("ABORTED")
+        expect(page.locator("#state")).to_have_text("ABORTED: client")
         expect(page.locator(".failure")).to_have_count(1)
         text = str(page.text_content(".failure"))
         assert f"rank 1 (node-1): CLIENT: it can't: {MARKUP}" in text
@@ -210,7 +210,11 @@ def _moved(scrape: Scrape) -> dict[str, float]:
 
 def _steady(save: dict[str, Any]) -> dict[str, Any]:
     """Without what changes with time alone."""
-    kept = {name: value for name, value in save.items() if name not in ("ranks", "waiting_on")}
+    kept = {
+        name: value
+        for name, value in save.items()
+        if name not in ("ranks", "waiting_on", "summary")
+    }
     kept["waiting_for"] = save["waiting_on"]["ranks"]
     kept["ranks"] = [
         {name: value for name, value in rank.items() if name not in VARYING}
