@@ -155,7 +155,8 @@ class Progress(threading.Thread):
 
 def planned(save: save_pb2.SaveStatus) -> bool:
     """The coordinator has no part in it any more, until the commit: it has confirmed the plan by which ranks went."""
-    return bool(save.attempt) and save.state > save_pb2.SAVE_STATE_PLANNING
+    # By its state, ranks may be staging by a plan that isn't confirmed yet.
+    return bool(save.attempt) and save.planned_s > 0
 
 
 def ingested(save: save_pb2.SaveStatus) -> bool:
