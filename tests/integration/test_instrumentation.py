@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from opentelemetry.instrumentation import auto_instrumentation
 
-from support.network.otel_collector import Collector, collecting
+from support.network.otel_collector import Collector
 from support.network.status_pages import until
 from support.processes.daemons import Daemons
 from support.processes.ranks import start_ranks
@@ -37,12 +37,6 @@ assert torch.equal(loaded[f"weight-{rank}"], torch.arange(100_000.0) + 2)
 client.close()
 dist.destroy_process_group()
 """
-
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with collecting() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from pannier.common import tracing
 from pannier.v1 import save_pb2
 from support.actors.hand import Party
-from support.network.otel_collector import Collector, Span, collecting
+from support.network.otel_collector import Collector, Span
 from support.network.status_pages import until
 from support.processes.daemons import Daemons, clean_environment
 from support.processes.ranks import start_ranks
@@ -34,12 +34,6 @@ else:
 dist.destroy_process_group()
 """
 MS = 1_000_000
-
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with collecting() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

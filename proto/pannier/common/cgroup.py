@@ -132,10 +132,8 @@ def _limit_of(directory: Path, path: Path, files: _Files) -> MemoryLimit | None:
     try:
         limits = [(directory / name).read_text().strip() for name in files.limits]
         used = int((directory / files.used).read_text())
-    except (
-        OSError,
-        ValueError,
-    ):  # the root of version 2 has no limit; a sandbox may have no such files
+    except (OSError, ValueError):
+        # The root of version 2 has no limit; a sandbox may have no such files.
         return None
     limit = min((int(text) for text in limits if text != "max"), default=0)
     if not limit:

@@ -17,6 +17,7 @@ from pannier.common import timeouts
 
 UP_LOCK: Final = "up.lock"
 """Held by the supervisor of a runtime directory."""
+_LOCKS: Final = Path("/proc/locks")
 PID: Final = "up.pid"
 """Process of that supervisor, unless it is stopping."""
 
@@ -30,16 +31,26 @@ def sidecar_process(directory: Path) -> int | None:
     from pannier.wire import addresses
 
     word = os.fsencode(addresses.embedded_sidecar(directory))
-    with suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()
-            if fields[1] != "FLOCK" or not fields[4].isdecimal():
-                continue  # it waits, or is of another PID namespace
-            with suppress(OSError):
-                command = Path(f"/proc/{fields[4]}/cmdline").read_bytes().split(b"\0")
-                if word in command and b"sidecar" in command:
-                    return int(fields[4])
+    for process, _ in file_locks():
+        with suppress(OSError):
+            command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+            if word in command and b"sidecar" in command:
+                return int(process)
     return None
+
+
+def file_locks() -> list[tuple[str, str]]:
+    """The process and the file of each lock that is held by flock(2), as far as the kernel shows them.
+
+    A process of another PID namespace isn't a number that means anything here. The file is its device and inode,
+    as the kernel writes them: ``fe:00:1234``.
+    """
+    try:
+        lines = _LOCKS.read_text().splitlines()
+    except OSError:  # not there, or not for this user
+        return []
+    locks = map(str.split, lines)
+    return [(words[4], words[5]) for words in locks if words[1] == "FLOCK"]
 
 
 def is_supervised(directory: Path) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pannier.common.message_json import duration, seconds_of
+from pannier.common.units import counted
 from pannier.v1 import save_pb2
 from pannier.wire import limits
 from pannier.wire.failures import ranks_text
@@ -66,11 +67,12 @@ def training_waits(waits: Iterable[save_pb2.TrainingWait]) -> list[save_pb2.Trai
             one.CopyFrom(each)
         one.ranks = ranks
     for one in found.values():
-        ranks_waiting = f"{one.ranks} rank{'s' if one.ranks != 1 else ''}"
         name = one.checkpoint_id.rstrip("/").rpartition("/")[2]
         what = f"{one.call} of {name}" if name else one.call
         seconds = seconds_of(one.duration)
-        one.summary = f"{ranks_waiting} in {what} for {seconds:.0f} s ({wait_word(one.reason)})"
+        one.summary = (
+            f"{counted(one.ranks, 'rank')} in {what} for {seconds:.0f} s ({wait_word(one.reason)})"
+        )
     return sorted(found.values(), key=lambda one: -seconds_of(one.duration))
 
 

@@ -185,8 +185,8 @@ def is_unix(address: str) -> bool:
 
 def open_channel(address: str, options: ChannelOptions, tls: Tls | None) -> grpc.Channel:
     """A channel to ``address``, over TCP with ``tls`` unless that is None."""
-    secure = tls is not None and not is_unix(address)
-    return channel_to(address, options, tls.channel_credentials() if tls and secure else None)
+    credentials = None if tls is None or is_unix(address) else tls.channel_credentials()
+    return channel_to(address, options, credentials)
 
 
 def channel_to(

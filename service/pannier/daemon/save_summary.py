@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from pannier.common.units import size_text
+from pannier.common.units import counted, size_text
 from pannier.daemon.rank_phase import has_reached
 from pannier.v1 import save_pb2
 from pannier.wire.errors import kind_name
@@ -25,7 +25,7 @@ def shown(status: save_pb2.SaveStatus) -> save_pb2.SaveStatus:
 
 def _progress(status: save_pb2.SaveStatus) -> str:
     state = status.state
-    of = f"of {status.group_size} rank{'s' if status.group_size != 1 else ''}"
+    of = f"of {counted(status.group_size, 'rank')}"
     if state == save_pb2.SAVE_STATE_COMMITTED:
         size = f", {size_text(status.bytes_total)} {of}" if status.bytes_total else ""
         return f"was committed after {status.committed_s:.1f} s{size}"

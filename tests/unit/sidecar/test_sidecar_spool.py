@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pannier.common import timeouts
+from pannier.common import daemon_process, timeouts
 from pannier.common.cgroup import MemoryLimit
-from pannier.sidecar.spool import lock_holder
 from pannier.sidecar.spool import spool as spool_module
 from pannier.sidecar.spool.spool import Spool
 from pannier.wire import errors
@@ -195,7 +194,7 @@ def test_a_spool_that_is_a_file_is_refused(memory: Path) -> None:
 def test_a_spool_in_use_is_refused_by_that_name_also_where_the_kernel_shows_no_locks(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock_holder, "_LOCKS", memory / "none")
+    monkeypatch.setattr(daemon_process, "_LOCKS", memory / "none")
     used = Spool(memory / "spool")
     refused = f"another sidecar works on the spool {used.directory}; end it"
     with pytest.raises(errors.ConfigurationError, match=refused):

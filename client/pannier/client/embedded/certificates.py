@@ -46,7 +46,7 @@ def issue(host: str) -> tuple[TlsBundle, TlsBundle]:
         from cryptography.x509.oid import ExtendedKeyUsageOID
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"a job on several hosts needs certificates, and {error.name} is not installed: pip "
+            f"a job on several hosts needs certificates, and {error.name} is not installed: "
             "pip install cryptography there, or set PANNIER_COORDINATOR to a `pannier coordinator`"
         ) from error
 

@@ -28,16 +28,8 @@ from pannier.client.messages.call_errors import at_call
 from pannier.common.locations import CHILDREN, Pattern, has_wildcard, segment_matches
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
-from pannier.wire.errors import (
-    IntegrityError,
-    InvalidRequestError,
-)
-from pannier.wire.records import (
-    MOST_METADATA,
-    MOST_RECORD,
-    fits,
-    parse_decision,
-)
+from pannier.wire.errors import IntegrityError, InvalidRequestError
+from pannier.wire.records import MOST_METADATA, MOST_RECORD, fits, parse_decision
 
 _log = logging.getLogger(__name__)
 

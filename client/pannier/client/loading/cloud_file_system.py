@@ -40,7 +40,9 @@ def open_file_system(kind: Any, options: Mapping[str, Any], scheme: str) -> Any:
             if last:
                 _without.add(kind)
                 return fs
-        except Exception:
+        except TypeError:  # an option that the class doesn't have
+            raise
+        except Exception:  # each class has errors of its own for credentials
             if last:
                 raise
         # Otherwise fsspec returns the same instance again.

@@ -106,7 +106,7 @@ class Heartbeat:
         if unresponsive and not self._unresponsive and self._connected():
             # A lost connection has been logged already.
             _log.warning(
-                "the %s does not respond, last seen %.0f s ago %s: its saves wait, until their deadlines",
+                "the %s does not respond, last seen %.0f s ago%s: its saves wait, until their deadlines",
                 *(self._peer, unseen_s, self._state and f"; {self._state}"),
             )
         elif self._unresponsive and not unresponsive:
