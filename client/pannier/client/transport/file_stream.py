@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import crc32c
 import grpc
 
-from pannier.client.timers import Timers
+from pannier.client.engine import engine
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
@@ -158,13 +158,11 @@ class Sender:
     def __init__(
         self,
         channel: SidecarChannel,
-        timers: Timers,
         peer: str,
         *,
         stall_s: float = timeouts.STREAM_STALL_S,
     ) -> None:
         self._channel = channel
-        self._timers = timers
         self._peer = peer
         self._stall_s = stall_s
 
@@ -198,7 +196,7 @@ class Sender:
             call.cancel()
 
         with self._channel.call(start) as call:
-            timer = self._timers.start(self._stall_s, cancel_stalled)
+            timer = engine().after(self._stall_s, cancel_stalled)
             stop.add(call)
             try:
                 for response in call:

@@ -9,8 +9,8 @@ made for that, since bytes may be under way for long.
 import threading
 from typing import Protocol
 
-from pannier.client.transport.connection import seconds_left
 from pannier.client.transport.file_stream import Cancellation, StoppedError
+from pannier.client.transport.followed_saves import seconds_left
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common.deadline import Deadline
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
