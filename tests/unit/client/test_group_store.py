@@ -13,7 +13,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from pannier.client import engine as engine_module
 from pannier.client import machine
+from pannier.client.engine import engine
 from pannier.client.ranks import group_store
 from pannier.client.ranks.group_store import GroupStore, StartError, StoreFailedError
 from pannier.client.ranks.rank_hosts import RankHosts
@@ -64,16 +66,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
 
-def test_the_first_rank_to_come_decides_and_no_thread_is_left_once_all_have_joined(
+def test_the_first_rank_to_come_decides_and_confirms_only_until_all_have_joined(
     store: Any,
 ) -> None:
-    before = set(threading.enumerate())
+    before = set(engine_module._running)
     ranks = Ranks(store)
     assert len({ranks.join(rank, place) for rank, place in ((1, "a"), (0, "b"), (2, "a"))}) == 1
-    for thread in set(threading.enumerate()) - before:
-        if thread.name == "pannier-start":
-            thread.join(BOUND_S)
-            assert not thread.is_alive()
+    wait_until(lambda: engine_module._running <= before)
 
 
 @pytest.fixture
@@ -99,9 +98,9 @@ def test_a_rank_waits_for_the_one_that_claimed_the_start_however_long_that_stand
     going_on = threading.Event()
     run = group_store._Confirming._run
 
-    def stopped(confirming: group_store._Confirming) -> None:
-        going_on.wait(BOUND_S)
-        run(confirming)
+    async def stopped(confirming: group_store._Confirming) -> None:
+        await engine().in_thread(lambda: going_on.wait(BOUND_S))
+        await run(confirming)
 
     monkeypatch.setattr(group_store._Confirming, "_run", stopped)
     ranks = Ranks(store)

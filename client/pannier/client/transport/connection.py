@@ -7,7 +7,6 @@ methods for other threads are marked. Callbacks run on the worker thread, must b
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
@@ -25,7 +24,7 @@ from pannier.client.transport.channel import InterruptedCallError, SidecarChanne
 from pannier.client.transport.followed_saves import FollowedSaves
 from pannier.client.transport.heartbeat import Heartbeat
 from pannier.common import timeouts
-from pannier.common.deadline import Deadline, within
+from pannier.common.deadline import Deadline, set_within
 from pannier.common.retry import RetryPolicy
 from pannier.v1 import sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import errors
@@ -198,8 +197,7 @@ class SidecarConnection:
 
     async def _open(self, timeout_s: float) -> None:
         self._tasks.append(asyncio.create_task(self._stay_connected()))
-        with contextlib.suppress(asyncio.TimeoutError):
-            await within(timeout_s, self._answered.wait())
+        await set_within(timeout_s, self._answered)
         problem = self._problem
         if not self._connected.is_set():
             if self._answered.is_set() and problem is not None:
@@ -276,9 +274,7 @@ class SidecarConnection:
     async def _await_connection(self, seconds: float) -> None:
         """Waits at most ``seconds`` for a connection that is known to be lost."""
         # Connected, or the disconnect isn't noticed yet: the whole pause.
-        awaited = self._closed if self._connected.is_set() else self._connected
-        with contextlib.suppress(asyncio.TimeoutError):
-            await within(seconds, awaited.wait())
+        await set_within(seconds, self._closed if self._connected.is_set() else self._connected)
 
     async def _ping(self, timeout: float, *, closing: bool = False) -> None:
         who = self.identity
