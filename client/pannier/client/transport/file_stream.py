@@ -3,6 +3,7 @@
 In: a staged file (an address in host memory). Out: its crc32c, once the sidecar
 holds all of it. Blocking code, for background threads; per message it runs a few
 lines of Python and leaves copying and checksums to C code that releases the GIL.
+Only the calling thread reads the staged memory: gRPC's threads get encoded messages.
 How many files are streamed at the same time is adapted to the throughput.
 """
 
@@ -30,6 +31,10 @@ Progress = Callable[[int], None]
 
 MAX_STREAMS: Final = 4
 """Most streams at the same time. Each may hold some 20 MiB of messages in flight."""
+_AHEAD: Final = 2 * chunk_codec.ACKNOWLEDGE_BYTES
+"""Bytes that are sent before the sidecar has acknowledged them: the next ones come while it acknowledges."""
+_QUEUED: Final = 2
+"""Messages of one stream that wait for gRPC's thread."""
 _WINDOW: Final = 256 << 20
 """Bytes per measurement of the throughput, at the full number of streams; each stream reports
 them 16 MiB at a time."""
@@ -110,10 +115,6 @@ class StoppedError(Exception):
     """The save ended while its bytes were being sent."""
 
 
-class MemoryInUseError(PannierError):
-    """gRPC may still read the file's memory: it must never be used for anything else."""
-
-
 class Cancellation:
     """Cancels the streams of one save. Thread-safe."""
 
@@ -182,16 +183,16 @@ class Sender:
             StoppedError: ``stop`` was set.
             PannierError: the sidecar refused it.
         """
-        messages = _Messages(header, source)
+        requests = _Requests()
         stalled = threading.Event()
+        chunks: Iterator[Chunk] = iter(())
         committed: int | None = None
 
         def start(channel: grpc.Channel) -> Any:
             return channel.stream_stream(
                 "/pannier.v1.Sidecar/Write",
-                request_serializer=chunk_codec.encode,
                 response_deserializer=sidecar_pb2.WriteResponse.FromString,
-            )(iter(messages), metadata=self._channel.metadata())
+            )(requests, metadata=self._channel.metadata())
 
         def cancel_stalled() -> None:
             stalled.set()
@@ -200,13 +201,18 @@ class Sender:
         with self._channel.call(start) as call:
             timer = self._timers.start(self._stall_s, cancel_stalled)
             stop.add(call)
+            # However the call ends: `put` must not wait for a thread of gRPC that reads no more.
+            if not call.add_callback(requests.end):
+                requests.end()
             try:
+                requests.put(chunk_codec.encode(header))
                 for response in call:
                     timer.renew()
                     if committed is None:
-                        messages.begin(response.committed)
+                        chunks = source.chunks(response.committed)
                     committed = response.committed
                     progress(committed)
+                    requests.put_chunks(chunks, committed + _AHEAD)
             except grpc.RpcError as error:
                 if stop.is_set:
                     raise StoppedError from error
@@ -222,7 +228,7 @@ class Sender:
                 timer.cancel()
                 stop.discard(call)
                 call.cancel()
-                messages.end()
+                requests.end()
         if committed != source.size:
             raise UnavailableError(
                 f"{self._peer} ended the stream of {header.name} at byte {committed} of "
@@ -237,45 +243,49 @@ class Sender:
         return known
 
 
-class _Messages:
-    """One stream's messages, read by gRPC's thread: the header, then chunks from a given byte on."""
+class _Requests:
+    """The encoded messages of one stream on their way to gRPC's thread, which iterates over them.
 
-    def __init__(self, header: sidecar_pb2.FileHeader, source: FileSource) -> None:
-        self._header = header
-        self._source = source
-        self._start: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._begun = False
+    At most :data:`_QUEUED` wait, so that a slow sidecar slows the sender down. One thread puts messages;
+    :meth:`end` is thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_QUEUED)
         self._ended = False
-        self._finished = threading.Event()
 
-    def __iter__(self) -> Iterator[sidecar_pb2.FileHeader | Chunk]:
-        self._begun = True
-        try:
-            yield self._header
-            start = self._start.get()
-            if start is None:
+    def __iter__(self) -> "_Requests":
+        return self
+
+    def __next__(self) -> bytes:
+        message = self._messages.get()
+        self._room.release()
+        if message is None:
+            raise StopIteration
+        return message
+
+    def put_chunks(self, chunks: Iterator[Chunk], until: int) -> None:
+        """Encodes and puts chunks up to that byte of the file, and ends after the last chunk."""
+        for chunk in chunks:
+            if not self.put(chunk_codec.encode(chunk)) or chunk.offset + chunk.size >= until:
                 return
-            for chunk in self._source.chunks(start):
-                if self._ended:
-                    return
-                yield chunk
-        finally:
-            self._finished.set()
+        self.end()
 
-    def begin(self, start: int) -> None:
-        """Starts the chunks, from this byte on."""
-        self._start.put(start)
+    def put(self, message: bytes) -> bool:
+        """Waits for room; False after :meth:`end`, which also ends the wait."""
+        self._room.acquire()
+        if self._ended:
+            self._room.release()
+            return False
+        self._messages.put(message)
+        return True
 
     def end(self) -> None:
-        """Returns once the source's memory isn't read any more. Raises MemoryInUseError."""
+        """Nothing more is sent after the messages that wait."""
         self._ended = True
-        self._start.put(None)
-        # If gRPC has not begun to iterate, it will find the None, and never read the source.
-        if self._begun and not self._finished.wait(timeouts.STREAM_CANCEL_S):
-            raise MemoryInUseError(
-                f"gRPC still reads the staging memory of {self._header.name} after "
-                f"{timeouts.STREAM_CANCEL_S:g} s; that memory will never be reused"
-            )
+        self._messages.put(None)
+        self._room.release()
 
 
 class StreamLimit:

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from pannier.client.handle import SaveHandle
-from pannier.client.staging.in_flight import ArenaUse, InFlightSave
+from pannier.client.staging.in_flight import InFlightSave
 from pannier.client.staging.stager import Staged, in_attempt
-from pannier.client.transport.file_stream import MemoryInUseError, StagedFile, StoppedError
+from pannier.client.transport.file_stream import StagedFile, StoppedError
 from pannier.client.transport.plan_claim import CachedPlan, PlanClaim
 from pannier.client.transport.save_status import OnCommitted, StatusFollower
 from pannier.client.transport.shared_memory import SpoolMapping
@@ -180,23 +180,19 @@ class SaveTask:
             self._staged = None
             return
         self.status.arena.begin(slot)
-        # An exception raised by a signal handler may leave threads that send.
-        fate = ArenaUse.READ_LOCALLY
         try:
             self._finish_staging()
             self._send_to_sidecar()
             self.status.times.end("ingest")
-            fate = ArenaUse.UNUSED
         except StoppedError:
-            fate = ArenaUse.UNUSED
+            pass
         except Exception as error:  # noqa: BLE001 - a thread's end: it becomes the save's failure
-            fate = ArenaUse.READ_LOCALLY if isinstance(error, MemoryInUseError) else ArenaUse.UNUSED
             self.status.give_up(error)
         finally:
             self.status.settle_abort()
             self._state = _State.SENT
             self._staged = None
-            slot.sent(fate, handed_over=self._gave_files)
+            slot.sent(handed_over=self._gave_files)
 
     def _finish_staging(self) -> None:
         """Waits for copies from devices that outlast the call."""
@@ -347,10 +343,6 @@ class SaveTask:
         work()
         for helper in helpers:
             helper.join()
-        # Before anything else: it decides whether the memory is used again.
-        for problem in problems:
-            if isinstance(problem, MemoryInUseError):
-                raise problem
         if self.status.stop.is_set:
             raise StoppedError
         if problems:
