@@ -302,7 +302,7 @@ class SaveTask:
         self.status.resolver.update(lambda status: dataclasses.replace(status, transport=transport))
 
     def _send_all(self, mapped: Container[str]) -> list[records_pb2.DataFile]:
-        """Streams all files but the ``mapped`` ones, several at a time."""
+        """Streams all files but the ``mapped`` ones, two at a time."""
         assert self._staged is not None
         todo = deque(file for file in self._staged.files if file.name not in mapped)
         held: dict[str, int] = {}
@@ -331,17 +331,14 @@ class SaveTask:
             except Exception as error:  # noqa: BLE001 - raised below, in the task's own thread
                 problems.append(error)
 
-        helpers: list[threading.Thread] = []
+        helper = threading.Thread(target=work, name=f"pannier-send-{self.status.text}")
         try:
-            for index in range(1, min(len(todo), self.sidecar.most_streams)):
-                name = f"pannier-send-{self.status.text}-{index}"
-                helper = threading.Thread(target=work, name=name)
+            if len(todo) > 1:
                 helper.start()
-                helpers.append(helper)
         except RuntimeError as error:  # a limit of threads
-            _log.debug("%s: only %d threads send: %s", self.status.text, len(helpers) + 1, error)
+            _log.debug("%s: one file is sent after the other: %s", self.status.text, error)
         work()
-        for helper in helpers:
+        if helper.ident is not None:
             helper.join()
         if self.status.stop.is_set:
             raise StoppedError
