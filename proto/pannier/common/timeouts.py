@@ -149,8 +149,6 @@ EXIT_S: Final = 60.0 * SCALE
 """How long an ending interpreter waits for a full spool without any progress."""
 STREAM_STALL_S: Final = 30.0 * SCALE
 """Without an acknowledgement for so long, a Write stream is started again."""
-STREAM_CANCEL_S: Final = 30.0 * SCALE
-"""How long a cancelled stream may still read its file's memory."""
 DESCRIPTORS_S: Final = 10.0 * SCALE
 """For the sidecar to send the descriptors of leased files."""
 LOCATE_S: Final = 5.0 * SCALE

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from pannier.client.handle import SaveHandle
-from pannier.client.staging.in_flight import ArenaUse, InFlightSave
+from pannier.client.staging.in_flight import InFlightSave
 from pannier.client.staging.stager import Staged, in_attempt
-from pannier.client.transport.file_stream import MemoryInUseError, StagedFile, StoppedError
+from pannier.client.transport.file_stream import StagedFile, StoppedError
 from pannier.client.transport.plan_claim import CachedPlan, PlanClaim
 from pannier.client.transport.save_status import OnCommitted, StatusFollower
 from pannier.client.transport.shared_memory import SpoolMapping
@@ -180,23 +180,19 @@ class SaveTask:
             self._staged = None
             return
         self.status.arena.begin(slot)
-        # An exception raised by a signal handler may leave threads that send.
-        fate = ArenaUse.READ_LOCALLY
         try:
             self._finish_staging()
             self._send_to_sidecar()
             self.status.times.end("ingest")
-            fate = ArenaUse.UNUSED
         except StoppedError:
-            fate = ArenaUse.UNUSED
+            pass
         except Exception as error:  # noqa: BLE001 - a thread's end: it becomes the save's failure
-            fate = ArenaUse.READ_LOCALLY if isinstance(error, MemoryInUseError) else ArenaUse.UNUSED
             self.status.give_up(error)
         finally:
             self.status.settle_abort()
             self._state = _State.SENT
             self._staged = None
-            slot.sent(fate, handed_over=self._gave_files)
+            slot.sent(handed_over=self._gave_files)
 
     def _finish_staging(self) -> None:
         """Waits for copies from devices that outlast the call."""
@@ -306,7 +302,7 @@ class SaveTask:
         self.status.resolver.update(lambda status: dataclasses.replace(status, transport=transport))
 
     def _send_all(self, mapped: Container[str]) -> list[records_pb2.DataFile]:
-        """Streams all files but the ``mapped`` ones, several at a time."""
+        """Streams all files but the ``mapped`` ones, two at a time."""
         assert self._staged is not None
         todo = deque(file for file in self._staged.files if file.name not in mapped)
         held: dict[str, int] = {}
@@ -335,22 +331,15 @@ class SaveTask:
             except Exception as error:  # noqa: BLE001 - raised below, in the task's own thread
                 problems.append(error)
 
-        helpers: list[threading.Thread] = []
+        helper = threading.Thread(target=work, name=f"pannier-send-{self.status.text}")
         try:
-            for index in range(1, min(len(todo), self.sidecar.most_streams)):
-                name = f"pannier-send-{self.status.text}-{index}"
-                helper = threading.Thread(target=work, name=name)
+            if len(todo) > 1:
                 helper.start()
-                helpers.append(helper)
         except RuntimeError as error:  # a limit of threads
-            _log.debug("%s: only %d threads send: %s", self.status.text, len(helpers) + 1, error)
+            _log.debug("%s: one file is sent after the other: %s", self.status.text, error)
         work()
-        for helper in helpers:
+        if helper.ident is not None:
             helper.join()
-        # Before anything else: it decides whether the memory is used again.
-        for problem in problems:
-            if isinstance(problem, MemoryInUseError):
-                raise problem
         if self.status.stop.is_set:
             raise StoppedError
         if problems:

@@ -4,7 +4,9 @@ In: requests of the client. Out: answers. Calls that a broken connection ended a
 their deadline. Thread-safe; every error is a PannierError.
 """
 
+import threading
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from pannier.client.config import Settings
 from pannier.client.engine import Timer
@@ -12,17 +14,14 @@ from pannier.client.identity import Identity
 from pannier.client.interrupts import aside
 from pannier.client.staging.arena import Arena
 from pannier.client.staging.arena_pool import ArenaPool
-from pannier.client.staging.host_copy import threads
 from pannier.client.transport.channel import SidecarChannel
 from pannier.client.transport.connection import SidecarConnection
 from pannier.client.transport.file_stream import (
-    MAX_STREAMS,
     Cancellation,
     FileSource,
     Progress,
     Sender,
     StagedFile,
-    StreamLimit,
 )
 from pannier.client.transport.followed_saves import FollowedSaves, seconds_left
 from pannier.client.transport.shared_memory import MappedTransport
@@ -31,6 +30,9 @@ from pannier.common.deadline import Deadline
 from pannier.v1 import sidecar_pb2
 from pannier.wire import addresses, object_names
 from pannier.wire.errors import DeadlineError
+
+_STREAMS: Final = 2
+"""Files that all saves stream at the same time. Each may hold some 20 MiB of messages in flight."""
 
 
 class SidecarClient:
@@ -59,7 +61,7 @@ class SidecarClient:
             timeouts.RECONNECT_S if restart_daemons is None else timeouts.EMBEDDED_RESTART_S
         )
         self._sender = Sender(channel, self.peer)
-        self._streams = StreamLimit(max(2, min(MAX_STREAMS, threads())))
+        self._streams = threading.Semaphore(_STREAMS)
 
     @classmethod
     def connect(
@@ -241,33 +243,19 @@ class SidecarClient:
             claim=claim,
         )
         until = stop or Cancellation()
-        held: int | None = None
-
-        def advanced(committed: int) -> None:
-            nonlocal held
-            if held is not None and committed > held:
-                self._streams.add_bytes(committed - held)
-            held = committed
-            progress(committed)
-
-        if not self._streams.acquire(timeout):
+        if not self._streams.acquire(timeout=timeout):
             raise DeadlineError(f"{file.name} waited {timeout:.0f} s for earlier files to be sent")
 
         def once() -> None:
             header.save_timeout_s = seconds_left(deadline)
             self._connection.check_version()
-            self._sender.stream(header, source, advanced, until)
+            self._sender.stream(header, source, progress, until)
 
         try:
             self._connection.repeat(once, deadline)
         finally:
             self._streams.release()
         return source.crc32c()
-
-    @property
-    def most_streams(self) -> int:
-        """More concurrent calls of :meth:`send` than this only wait for each other."""
-        return self._streams.most
 
     def arena(self, pool: ArenaPool, sizes: Sequence[int]) -> Arena:
         """An arena with a buffer of each size, bytes; in the sidecar's spool if that is possible.
