@@ -100,14 +100,14 @@ def test_the_second_save_is_neither_planned_nor_asked_for_in_the_call(
     client.save(state(), checkpoint_id="/x/1")
     main = threading.get_ident()
     calls = []
-    unary = SidecarClient._call
+    unary = SidecarConnection.call_repeatedly
 
-    def counted(self: SidecarClient, method: str, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: SidecarConnection, method: str, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == main:
             calls.append(method)
         return unary(self, method, *args, **kwargs)
 
-    monkeypatch.setattr(SidecarClient, "_call", counted)
+    monkeypatch.setattr(SidecarConnection, "call_repeatedly", counted)
     monkeypatch.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
     handle = client.async_save(state(2.0), checkpoint_id="/x/2")
     assert not calls
