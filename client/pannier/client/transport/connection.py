@@ -19,7 +19,7 @@ from pannier.client.identity import Identity
 from pannier.client.interrupts import shielded
 from pannier.client.messages import wait_log
 from pannier.client.timers import Timers
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.channel import SidecarChannel
 from pannier.client.transport.heartbeat import Heartbeat
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
@@ -211,14 +211,13 @@ class SidecarConnection:
         """One unary call. ``repeatable``: a time-out raises UnavailableError, to be retried.
 
         Raises:
-            InterruptedCallError: a fork cancelled it.
             PannierError: the sidecar's error, or UnavailableError.
         """
         deadline = Deadline(timeout)
 
         def start(channel: grpc.Channel) -> Any:
             stub_method = getattr(sidecar_pb2_grpc.SidecarStub(channel), method)
-            # A future: one that can be cancelled around a fork.
+            # A future: one that can be cancelled.
             metadata = self._channel.metadata()
             return stub_method.future(request, timeout=timeout, metadata=metadata)
 
@@ -227,12 +226,8 @@ class SidecarConnection:
             try:
                 return call.result()
             except grpc.FutureCancelledError as error:
-                if self._channel.was_interrupted(call):
-                    raise InterruptedCallError from error
                 raise UnavailableError("the client is closed") from error
             except grpc.RpcError as error:
-                if self._channel.was_interrupted(call):
-                    raise InterruptedCallError from error
                 if self.closed.is_set():
                     raise UnavailableError("the client is closed") from error
                 if repeatable and deadline.passed:
@@ -257,7 +252,7 @@ class SidecarConnection:
     def _announce_close(self) -> None:
         try:
             self._ping(timeouts.DISCONNECT_S, closing=True)
-        except (PannierError, InterruptedCallError) as error:
+        except PannierError as error:
             _log.debug(
                 "the end of the connection was not announced to the %s: %s", self.peer, error
             )
@@ -271,9 +266,6 @@ class SidecarConnection:
             try:
                 self._receive_all()
                 failures = 0
-            except InterruptedCallError:
-                failures = 0
-                continue
             except PannierError as error:
                 if self.connected.is_set() and not self.closed.is_set():
                     _log.warning("lost the %s: %s; connecting again", self.peer, error)
@@ -332,8 +324,6 @@ class SidecarConnection:
                     first.cancel()
                     self._receive(response)
             except grpc.RpcError as error:
-                if self._channel.was_interrupted(call):
-                    raise InterruptedCallError from error
                 if unanswered.is_set():
                     raise UnavailableError(
                         f"{self.peer} did not answer within {timeouts.CONNECT_S:g} s: "

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from pannier.client.transport.channel import InterruptedCallError
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.common.retry import RetryPolicy
@@ -21,7 +20,6 @@ class Retry:
     """Repeats calls of one sidecar client while its sidecar can't be reached.
 
     Args:
-        unreachable: error when a fork interrupted the last try.
         connected: set while the sidecar is connected.
         closed: set when the client is closed.
         at_exit_s: seconds for which an ending interpreter tries to reach the sidecar.
@@ -29,13 +27,11 @@ class Retry:
 
     def __init__(
         self,
-        unreachable: str,
         *,
         connected: threading.Event,
         closed: threading.Event,
         at_exit_s: float,
     ) -> None:
-        self._unreachable = unreachable
         self._connected = connected
         self._closed = closed
         self._at_exit_s = at_exit_s
@@ -56,21 +52,13 @@ class Retry:
                 patience.passed or self._closed.is_set() or (at_exit is not None and at_exit.passed)
             )
 
-        def once() -> Result:
-            while True:
-                try:
-                    return call()
-                except InterruptedCallError as error:
-                    if stop():
-                        raise UnavailableError(self._unreachable) from error
-
         policy = RetryPolicy(
             retriable=lambda error: isinstance(error, UnavailableError),
             first_s=timeouts.CALL_AGAIN_S,
             longest_s=timeouts.CALL_LONGEST_AGAIN_S,
             stop=stop,
         )
-        return policy.call(once, sleep=self._await_connection)
+        return policy.call(call, sleep=self._await_connection)
 
     def _await_connection(self, seconds: float) -> None:
         if self._connected.is_set():

@@ -14,7 +14,7 @@ from pannier.client.interrupts import aside, shielded
 from pannier.client.staging.arena import Arena
 from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.timers import Timer
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.channel import SidecarChannel
 from pannier.client.transport.connection import FollowedSaves, SidecarConnection, seconds_left
 from pannier.client.transport.file_stream import (
     Cancellation,
@@ -29,7 +29,7 @@ from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import sidecar_pb2
 from pannier.wire import addresses, object_names
-from pannier.wire.errors import DeadlineError, UnavailableError
+from pannier.wire.errors import DeadlineError
 
 _STREAMS: Final = 2
 """Files that all saves stream at the same time. Each may hold some 20 MiB of messages in flight."""
@@ -43,7 +43,6 @@ class SidecarClient:
         channel: SidecarChannel,
         who: Identity,
         *,
-        hint: str,
         restart_daemons: Callable[[], None] | None,
         transport: str = "auto",
     ) -> None:
@@ -63,7 +62,6 @@ class SidecarClient:
         self._streams = threading.Semaphore(_STREAMS)
         self._retry = shielded(
             Retry(
-                f"{self.peer} can't be reached: {hint}",
                 connected=self._connection.connected,
                 closed=self._connection.closed,
                 at_exit_s=timeouts.RECONNECT_S,
@@ -109,7 +107,6 @@ class SidecarClient:
         client = cls(
             channel,
             who,
-            hint=hint,
             restart_daemons=restart_daemons,
             transport=settings.transport,
         )
@@ -325,10 +322,7 @@ class SidecarClient:
             client=who.client,
             spool_files=files,
         )
-        try:
-            self._call("Release", request, timeouts.DISCONNECT_S)
-        except InterruptedCallError as error:
-            raise UnavailableError("a fork interrupted the call") from error
+        self._call("Release", request, timeouts.DISCONNECT_S)
 
 
 def _deadline(seconds: float) -> Deadline | None:
