@@ -124,8 +124,6 @@ WAIT_WARNING_S: Final = 2.0 * SCALE
 """Until a call that keeps the training loop waiting first logs what it waits for, on rank 0."""
 WAIT_WARNING_OTHERS_S: Final = 8.0 * SCALE
 """The same on other ranks, which mostly wait for the same as rank 0."""
-FORK_S: Final = 2.0 * SCALE
-"""How long a fork waits at most for running calls to end."""
 IN_FLIGHT_RECOUNT_S: Final = 1.0 * SCALE
 """Between two counts of the saves in flight: a save that is lost notifies no waiter."""
 COPY_POLL_S: Final = 0.01 * SCALE

@@ -22,7 +22,6 @@ import fsspec
 
 from pannier.client.interrupts import shielded
 from pannier.client.loading.cloud_file_system import open_file_system
-from pannier.client.messages.place_line import log_resolved
 from pannier.common import timeouts
 from pannier.common.locations import absolute
 from pannier.wire.errors import (
@@ -320,7 +319,6 @@ def readable(path: str | os.PathLike[str]) -> tuple[str, str]:
         raise InvalidRequestError(
             f"{scheme}:// is an unknown scheme; use a path, file://, gs://, s3:// or memory://"
         )
-    log_resolved(path, url)
     return url, scheme
 
 

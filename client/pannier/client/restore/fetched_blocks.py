@@ -23,7 +23,7 @@ from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import BUCKET
 from pannier.client.restore.restore_plan import BlockTable, LoadName, SharedBlock
 from pannier.client.restore.shared_blocks import FetchedBlock
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.channel import SidecarChannel
 from pannier.client.transport.shared_memory import (
     connect_descriptors,
     fetch_descriptors,
@@ -133,8 +133,6 @@ class FetchedBlocks:
             self._fail(UnavailableError(f"the sidecar at {self._channel.address} ended the stream"))
         except PannierError as error:
             self._fail(error)
-        except InterruptedCallError:
-            self._fail(UnavailableError("a fork interrupted the call"))
         except Exception as error:  # noqa: BLE001 - the blocks are read from storage
             _log.debug("the stream of fetched blocks broke", exc_info=True)
             self._fail(UnavailableError(f"{type(error).__name__}: {error}"))

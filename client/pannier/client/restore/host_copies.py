@@ -28,7 +28,7 @@ from pannier.client.restore.local_file import LocalFile
 from pannier.client.restore.peer_blocks import PeerBlocks
 from pannier.client.restore.restore_plan import BlockTable, Credentials, Host, LoadName, RankPlan
 from pannier.client.restore.shared_blocks import BlockReader
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.channel import SidecarChannel
 from pannier.client.transport.shared_memory import (
     connect_descriptors,
     fetch_descriptors,
@@ -40,7 +40,6 @@ from pannier.wire import addresses
 from pannier.wire.errors import (
     IntegrityError,
     PannierError,
-    UnavailableError,
     from_rpc_error,
 )
 from pannier.wire.tls import is_unix
@@ -275,12 +274,9 @@ def _locate(
         stub: Any = restore_pb2_grpc.RestoreStub(connection)
         return stub.Locate.future(request, timeout=timeouts.LOCATE_S, metadata=channel.metadata())
 
-    try:
-        with channel.call(start) as call:
-            try:
-                response: restore_pb2.LocateResponse = call.result()
-            except grpc.RpcError as error:
-                raise from_rpc_error(error, peer=f"sidecar at {channel.address}") from error
-    except (InterruptedCallError, grpc.FutureCancelledError) as error:
-        raise UnavailableError("a fork interrupted the call") from error
+    with channel.call(start) as call:
+        try:
+            response: restore_pb2.LocateResponse = call.result()
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, peer=f"sidecar at {channel.address}") from error
     return response

@@ -20,7 +20,7 @@ from pannier.client.embedded import launcher
 from pannier.client.embedded.rendezvous import job_key
 from pannier.client.interrupts import aside
 from pannier.client.restore.load_progress import LoadProgress
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
 from pannier.v1 import load_status_pb2, restore_pb2_grpc
 from pannier.wire import addresses
@@ -160,8 +160,6 @@ class _Stream:
         except grpc.RpcError as error:
             _log.debug("the sidecar at %s takes no reports: %s", self._channel.address, error)
             return error.code() not in _AGAIN
-        except (InterruptedCallError, grpc.FutureCancelledError):
-            return False
         except PannierError as error:
             _log.debug("the sidecar at %s takes no reports: %s", self._channel.address, error)
             return False

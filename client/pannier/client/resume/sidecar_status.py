@@ -12,12 +12,12 @@ import grpc
 
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
 from pannier.common.locations import CHILDREN, Pattern
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses
-from pannier.wire.errors import PannierError, UnavailableError, from_rpc_error
+from pannier.wire.errors import PannierError, from_rpc_error
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,5 @@ def _list(settings: Settings, address: str) -> list[save_pb2.SaveStatus]:
                 return list(call.result().saves)
             except grpc.RpcError as error:
                 raise from_rpc_error(error, peer=f"sidecar at {address}") from error
-    except (InterruptedCallError, grpc.FutureCancelledError) as error:
-        raise UnavailableError("a fork interrupted the call") from error
     finally:
         channel.close()

@@ -20,7 +20,7 @@ import grpc
 from pannier.client.engine import Timer, engine
 from pannier.client.identity import Identity
 from pannier.client.messages import wait_log
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.channel import SidecarChannel
 from pannier.client.transport.followed_saves import FollowedSaves
 from pannier.client.transport.heartbeat import Heartbeat
 from pannier.common import timeouts
@@ -115,10 +115,7 @@ class SidecarConnection:
 
     def call(self, method: str, request: Any, timeout: float) -> Any:
         """One unary call. Raises PannierError: the sidecar's, or UnavailableError."""
-        try:
-            return self._engine.call(lambda: self._call(method, request, timeout))
-        except InterruptedCallError as error:
-            raise UnavailableError("a fork interrupted the call") from error
+        return self._engine.call(lambda: self._call(method, request, timeout))
 
     def call_repeatedly(
         self,
@@ -142,35 +139,13 @@ class SidecarConnection:
             seconds = time_left()
             return await self._call(method, request, seconds, repeatable=repeatable)
 
-        async def run() -> Any:
-            policy, stop = self._policy(deadline, patience_s)
-
-            async def uninterrupted() -> Any:
-                while True:
-                    try:
-                        return await once()
-                    except InterruptedCallError as error:
-                        if stop():
-                            raise self._unreachable() from error
-
-            return await policy.run(uninterrupted, sleep=self._await_connection)
-
-        return self._engine.call(run)
+        policy = self._policy(deadline, patience_s)
+        return self._engine.call(lambda: policy.run(once, sleep=self._await_connection))
 
     def repeat(self, function: Callable[[], T], deadline: Deadline) -> T:
         """``function()``, which blocks, repeated as above."""
-        policy, stop = self._policy(deadline, math.inf)
-
-        def uninterrupted() -> T:
-            while True:
-                try:
-                    return function()
-                except InterruptedCallError as error:
-                    if stop():
-                        raise self._unreachable() from error
-
-        return policy.call(
-            uninterrupted,
+        return self._policy(deadline, math.inf).call(
+            function,
             sleep=lambda seconds: self._engine.call(lambda: self._await_connection(seconds)),
         )
 
@@ -211,7 +186,6 @@ class SidecarConnection:
         """One unary call. ``repeatable``: a time-out raises UnavailableError, to be retried.
 
         Raises:
-            InterruptedCallError: a fork cancelled it.
             PannierError: the sidecar's error, or UnavailableError.
         """
         deadline = Deadline(timeout)
@@ -232,12 +206,8 @@ class SidecarConnection:
                 call.cancel()
                 raise
             except grpc.FutureCancelledError as error:
-                if self._channel.was_interrupted(call):
-                    raise InterruptedCallError from error
                 raise UnavailableError("the client is closed") from error
             except grpc.RpcError as error:
-                if self._channel.was_interrupted(call):
-                    raise InterruptedCallError from error
                 if self.is_closed:
                     raise UnavailableError("the client is closed") from error
                 if repeatable and deadline.passed:
@@ -247,9 +217,7 @@ class SidecarConnection:
                     ) from error
                 raise errors.from_rpc_error(error, peer=self.peer) from error
 
-    def _policy(
-        self, deadline: Deadline, patience_s: float
-    ) -> tuple[RetryPolicy, Callable[[], bool]]:
+    def _policy(self, deadline: Deadline, patience_s: float) -> RetryPolicy:
         patience = Deadline(min(patience_s, deadline.remaining()))
         at_exit: Deadline | None = None
 
@@ -260,16 +228,12 @@ class SidecarConnection:
                 at_exit = Deadline(timeouts.RECONNECT_S)
             return patience.passed or self.is_closed or (at_exit is not None and at_exit.passed)
 
-        policy = RetryPolicy(
+        return RetryPolicy(
             retriable=lambda error: isinstance(error, UnavailableError),
             first_s=timeouts.CALL_AGAIN_S,
             longest_s=timeouts.CALL_LONGEST_AGAIN_S,
             stop=stop,
         )
-        return policy, stop
-
-    def _unreachable(self) -> UnavailableError:
-        return UnavailableError(f"{self.peer} can't be reached: {self._hint}")
 
     async def _await_connection(self, seconds: float) -> None:
         """Waits at most ``seconds`` for a connection that is known to be lost."""
@@ -303,7 +267,7 @@ class SidecarConnection:
         if announce and self._connected.is_set():
             try:
                 await self._ping(timeouts.DISCONNECT_S, closing=True)
-            except (PannierError, InterruptedCallError) as error:
+            except PannierError as error:
                 _log.debug(
                     "the end of the connection was not announced to the %s: %s", self.peer, error
                 )
@@ -316,9 +280,6 @@ class SidecarConnection:
             try:
                 await self._engine.in_thread(self._receive_all)
                 failures = 0
-            except InterruptedCallError:
-                failures = 0
-                continue
             except PannierError as error:
                 if self._connected.is_set() and not self.is_closed:
                     _log.warning("lost the %s: %s; connecting again", self.peer, error)
@@ -384,8 +345,6 @@ class SidecarConnection:
                     first.cancel()
                     self._receive(response)
             except grpc.RpcError as error:
-                if self._channel.was_interrupted(call):
-                    raise InterruptedCallError from error
                 if unanswered.is_set():
                     raise UnavailableError(
                         f"{self.peer} did not answer within {timeouts.CONNECT_S:g} s: "

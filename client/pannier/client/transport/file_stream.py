@@ -16,7 +16,7 @@ import crc32c
 import grpc
 
 from pannier.client.engine import engine
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
 from pannier.wire import chunk_codec
@@ -165,7 +165,7 @@ class Sender:
         """Sends what the sidecar doesn't hold yet, in one stream.
 
         Raises:
-            UnavailableError, InterruptedCallError: the stream broke; a new one can resume it.
+            UnavailableError: the stream broke; a new one can resume it.
             StoppedError: ``stop`` was set.
             PannierError: the sidecar refused it.
         """
@@ -175,10 +175,11 @@ class Sender:
         committed: int | None = None
 
         def start(channel: grpc.Channel) -> Any:
-            return channel.stream_stream(
+            write: Any = channel.stream_stream(
                 "/pannier.v1.Sidecar/Write",
                 response_deserializer=sidecar_pb2.WriteResponse.FromString,
-            )(requests, metadata=self._channel.metadata())
+            )
+            return write(requests, metadata=self._channel.metadata())
 
         def cancel_stalled() -> None:
             stalled.set()
@@ -207,8 +208,6 @@ class Sender:
                         f"{self._peer} acknowledged nothing for {self._stall_s:g} s: "
                         f"{unanswered(self._peer)}"
                     ) from error
-                if self._channel.was_interrupted(call):
-                    raise InterruptedCallError from error
                 raise self._as_pannier_error(error) from error
             finally:
                 timer.cancel()

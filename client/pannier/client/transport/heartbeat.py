@@ -10,7 +10,6 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from pannier.client.engine import engine
-from pannier.client.transport.channel import InterruptedCallError
 from pannier.common import timeouts
 from pannier.common.observer_clock import ObserverClock
 from pannier.wire.errors import DeadlineError, PannierError, UnavailableError, stopped
@@ -23,7 +22,7 @@ class Heartbeat:
 
     Args:
         peer: name of the sidecar, for messages.
-        ping: makes one ping, with a time-out in seconds; raises a PannierError or InterruptedCallError.
+        ping: makes one ping, with a time-out in seconds; raises a PannierError.
         connected: whether the sidecar has accepted the connection, so that pings may be answered.
         notify: gets what saves wait for, ``""`` when the sidecar answers again.
     """
@@ -81,8 +80,8 @@ class Heartbeat:
             await self._ping(timeouts.PING_TIMEOUT_S)
         except (DeadlineError, UnavailableError):
             return False
-        except (PannierError, InterruptedCallError):
-            pass  # an error is an answer, too; a fork here doesn't concern the sidecar
+        except PannierError:
+            pass  # an error is an answer, too
         self.mark_seen()
         return True
 
