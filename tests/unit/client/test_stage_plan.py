@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.planning.local_plan import PlannerRun
+from pannier.client.transport.connection import SidecarConnection
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError, SaveAbortedError

@@ -47,7 +47,6 @@ class SidecarConnection:
     Args:
         channel: to the sidecar.
         who: this rank in its incarnation.
-        hint: how to find out why it can't be reached.
         restart_daemons: starts embedded daemons again when they are dead; None: not embedded.
         on_welcome: gets each welcome: the sidecar may have restarted.
         on_room_wanted: other clients need room in the spool.
@@ -58,7 +57,6 @@ class SidecarConnection:
         channel: SidecarChannel,
         who: Identity,
         *,
-        hint: str,
         restart_daemons: Callable[[], None] | None,
         on_welcome: Callable[[sidecar_pb2.Welcome], None],
         on_room_wanted: Callable[[], None],
@@ -69,7 +67,6 @@ class SidecarConnection:
         self.is_closed = False
         self._engine = engine()
         self._channel = channel
-        self._hint = hint
         self._restart_daemons = restart_daemons
         self._on_welcome = on_welcome
         self._on_room_wanted = on_room_wanted
@@ -98,7 +95,7 @@ class SidecarConnection:
 
     # Any thread.
 
-    def open(self, timeout_s: float) -> None:
+    def open(self, timeout_s: float, hint: str) -> None:
         """Connects, and keeps the connection open until :meth:`close`, also after an error.
 
         Raises:
@@ -106,7 +103,7 @@ class SidecarConnection:
             VersionMismatchError: the sidecar has another wire version.
             ConfigurationError: the socket belongs to another user, or the TLS files can't be used.
         """
-        self._engine.call(lambda: self._open(timeout_s))
+        self._engine.call(lambda: self._open(timeout_s, hint))
 
     def check_version(self) -> None:
         """Raises VersionMismatchError if the sidecar is of another version: it could misunderstand any call."""
@@ -170,14 +167,14 @@ class SidecarConnection:
 
     # On the loop.
 
-    async def _open(self, timeout_s: float) -> None:
+    async def _open(self, timeout_s: float, hint: str) -> None:
         self._tasks.append(asyncio.create_task(self._stay_connected()))
         await set_within(timeout_s, self._answered)
         problem = self._problem
         if not self._connected.is_set():
             if self._answered.is_set() and problem is not None:
                 raise problem
-            raise UnavailableError(f"{problem or f'no {self.peer} answers'}; {self._hint}")
+            raise UnavailableError(f"{problem or f'no {self.peer} answers'}; {hint}")
         self._tasks.append(asyncio.create_task(self._heartbeat.run()))
 
     async def _call(

@@ -43,7 +43,6 @@ class SidecarClient:
         channel: SidecarChannel,
         who: Identity,
         *,
-        hint: str,
         restart_daemons: Callable[[], None] | None,
         transport: str = "auto",
     ) -> None:
@@ -52,7 +51,6 @@ class SidecarClient:
         self._connection = SidecarConnection(
             channel,
             who,
-            hint=hint,
             restart_daemons=restart_daemons,
             on_welcome=self._mapped.update_socket,
             on_room_wanted=self._mapped.release_unused,
@@ -102,12 +100,13 @@ class SidecarClient:
         client = cls(
             channel,
             who,
-            hint=hint,
             restart_daemons=restart_daemons,
             transport=settings.transport,
         )
         try:
-            client._connection.open(timeouts.EMBEDDED_CONNECT_S if address else timeouts.CONNECT_S)
+            client._connection.open(
+                timeouts.EMBEDDED_CONNECT_S if address else timeouts.CONNECT_S, hint
+            )
         except BaseException:
             client.close()
             raise
