@@ -466,7 +466,7 @@ def refuse(request: Any) -> None:
 
 
 @pytest.mark.parametrize("known", ["by the first bytes", "by the hand-over", "by its status"])
-def test_a_rank_that_missed_calls_continues_as_the_save_that_the_others_are_at(
+def test_a_rank_that_missed_calls_fails_the_save_that_the_others_are_at_and_is_in_step_again(
     client: Client, sidecar: ScriptedSidecar, known: str
 ) -> None:
     client.save(state(), checkpoint_id="/x/1")
@@ -483,13 +483,12 @@ def test_a_rank_that_missed_calls_continues_as_the_save_that_the_others_are_at(
         save = claims(sidecar)[0].context.save
         state_ = save_pb2.SAVE_STATE_ABORTED
         sidecar.send_status(save, state_, failure, checkpoint_id="/x/2")
-    assert handle.result(BOUND_S).checkpoint_id == "/x/7"
-    assert [r.context.save.number for r in full_plans(sidecar)] == [1, 2]
-    hand_over = claims(sidecar)[-1]
-    assert (hand_over.context.save.number, hand_over.attempt) == (7, "i1-a1-g00000000-s7")
-    names = {file.name for file in hand_over.files}
-    assert names == {f"__i1-a1-g00000000-s7_0_{end}.distcp" for end in ("0", "objects")}
-    assert {item.file for item in hand_over.varying} == {"__i1-a1-g00000000-s7_0_objects.distcp"}
+    with pytest.raises(SaveAbortedError, match="missed save calls of the other ranks"):
+        handle.result(BOUND_S)
+    (failed,) = sidecar.asked(sidecar_pb2.FailRequest)
+    assert failed.context.save.number == 7
+    assert "missed save calls" in failed.failure.message
+    sidecar.on.clear()
     client.save(state(), checkpoint_id="/x/8")
     assert claims(sidecar)[-1].context.save.number == 8
 
