@@ -10,7 +10,6 @@ import ctypes
 import math
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -48,15 +47,6 @@ class Slot(NamedTuple):
     def end(self) -> int:
         """Offset of the byte after the archive."""
         return self.start + self.archive.length
-
-
-@dataclass(frozen=True, eq=False)
-class _Headers:
-    """What a buffer holds: a file without its tensors' elements."""
-
-    file: "_File"
-    views: list[torch.Tensor]
-    """The elements of each archive. They don't keep the memory mapped: the arena does."""
 
 
 class StageLayout:
@@ -117,7 +107,7 @@ class StageLayout:
         Until :meth:`close` nothing is known of what the arena holds.
         """
         return [
-            file.take_headers(buffer) if file.slots else []
+            file.take_headers(buffer) if file.size else []
             for file, buffer in zip(self._files, arena.files, strict=True)
         ]
 
@@ -126,7 +116,7 @@ class StageLayout:
     ) -> None:
         """Every file holds again what :meth:`open` wrote, ``but`` those with these indices."""
         for index, (file, buffer) in enumerate(zip(self._files, arena.files, strict=True)):
-            if file.slots and index not in but:
+            if file.size and index not in but:
                 file.put_headers(buffer, views[index])
 
 
@@ -199,19 +189,16 @@ class _File:
 
     def take_headers(self, buffer: FileBuffer) -> list[torch.Tensor]:
         """Views of the elements in a buffer, whose headers are written unless an earlier save left them there."""
-        found = None
-        if buffer.mapping is not None:
-            with _lock:
-                found = _cached.pop(buffer.mapping, None)
-        if found is None or found.file is not self:
-            return self._write_headers(buffer)
-        return found.views
+        assert buffer.mapping is not None
+        with _lock:
+            file, views = _cached.pop(buffer.mapping, (None, []))
+        return views if file is self else self._write_headers(buffer)
 
     def put_headers(self, buffer: FileBuffer, views: list[torch.Tensor]) -> None:
         """Caches the headers that the buffer holds."""
-        if buffer.mapping is not None:
-            with _lock:
-                _cached[buffer.mapping] = _Headers(self, views)
+        assert buffer.mapping is not None
+        with _lock:
+            _cached[buffer.mapping] = (self, views)
 
     def _write_headers(self, buffer: FileBuffer) -> list[torch.Tensor]:
         written = 0
@@ -245,5 +232,6 @@ class _File:
 
 
 _lock = threading.Lock()
-_cached: WeakKeyDictionary[MemoryMapping, _Headers] = WeakKeyDictionary()
-"""By buffer: the headers that an earlier save left there. Taken away before anything is written to it."""
+_cached: WeakKeyDictionary[MemoryMapping, tuple[_File, list[torch.Tensor]]] = WeakKeyDictionary()
+"""By buffer: the file whose headers an earlier save left there, and the views of its elements, which don't keep
+the memory mapped. Taken away before anything is written to the buffer."""
