@@ -436,7 +436,7 @@ def test_a_prepared_save_costs_what_every_save_costs(
     assert not client.save_factory.saves
     with monkeypatch.context() as patched:
         patched.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
-        patched.setattr("pannier.client.staging.copy_plan._write_headers", None)
+        patched.setattr("pannier.client.staging.layout._File._write_headers", None)
         client.save(state(), checkpoint_id="/x/1")
     (hand_over,) = claims(sidecar)
     assert hand_over.context.save.number == 2
