@@ -150,11 +150,9 @@ def _hash(text: str) -> str:
 
 
 def embedded_sidecars(directory: Path) -> list[str]:
-    """Addresses of embedded sidecars with a socket: first that of the usual directory, then those of
-    jobs on several hosts, newest first."""
-    places = [directory, *reversed(job_dirs(directory))]
-    known = [embedded_sidecar(place) for place in places]
-    return [each for each in known if os.path.exists(each.removeprefix("unix://"))]
+    """Addresses of the embedded sidecars that may run: first that of the usual directory, then those of jobs on
+    several hosts, newest first."""
+    return [embedded_sidecar(place) for place in (directory, *reversed(job_dirs(directory)))]
 
 
 def embedded_sidecar(directory: Path) -> str:

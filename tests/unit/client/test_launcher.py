@@ -162,7 +162,7 @@ def test_daemons_that_do_not_come_up_are_an_error_with_their_last_words(
         return False
 
     monkeypatch.setattr(timeouts, "DAEMONS_START_S", 0.2)
-    monkeypatch.setattr(launcher, "accepts", never_accepts)
+    monkeypatch.setattr(launcher, "is_serving", never_accepts)
     with pytest.raises(UnavailableError, match=r"(?s)did not start within 0.2 s.*starting up"):
         launcher.ensure(Settings(runtime_dir=directory))
 
@@ -230,13 +230,6 @@ def test_idle_daemons_that_do_not_exit_are_an_error_with_the_reason(
     monkeypatch.setenv("FAKE", "fail")
     with pytest.raises(UnavailableError, match=r"(?s)could not be ended: .*no room on the disk"):
         launcher.ensure(settings)
-
-
-def test_a_stale_socket_is_no_daemon(directory: Path) -> None:
-    directory.mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(directory / "sidecar.sock"))
-    assert not launcher.accepts(str(directory / "sidecar.sock"))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")

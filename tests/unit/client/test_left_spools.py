@@ -66,7 +66,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
         return ""
 
     monkeypatch.setattr(launcher, "ensure", ensure)
-    monkeypatch.setattr(launcher, "is_up", lambda pair: pair.directory in made.up)
+    monkeypatch.setattr(left_spools, "is_serving", lambda directory: directory in made.up)
     yield made
     shutil.rmtree(directory)
 

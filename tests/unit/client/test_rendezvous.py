@@ -295,14 +295,14 @@ def test_daemons_of_an_earlier_start_are_used_again(
         assert found() is None
         assert f"{directory} can't be used again: " in caplog.text
         assert "; this start uses others" in caplog.text
-        monkeypatch.setattr(launcher, "is_up", lambda pair: True)
+        monkeypatch.setattr(rendezvous, "is_serving", lambda _: True)
         with monkeypatch.context() as patched:
             patched.setattr(network, "probe_daemon", lambda *_: "")
             assert found() is not None
     # They live, but can't be reached at the address that they had.
     assert found() is None
     assert f"{address}: Connection refused" in caplog.text
-    monkeypatch.setattr(launcher, "is_up", lambda pair: False)
+    monkeypatch.setattr(rendezvous, "is_serving", lambda _: False)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     assert found() is None
 

@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import select
-import socket
 import stat
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from pannier.client.embedded import daemon_status, network
 from pannier.client.embedded.daemon_spec import DaemonSpec, host_daemons
 from pannier.client.process_group import process_rank
 from pannier.common import daemon_record, timeouts
-from pannier.common.daemon_process import await_restored
+from pannier.common.daemon_process import accepts, await_restored, is_serving
 from pannier.common.daemon_record import DaemonRecord
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, UnavailableError, VersionMismatchError
@@ -70,7 +69,7 @@ def ensure(settings: Settings, spec: DaemonSpec | None = None) -> str:
     spec = spec or host_daemons(settings)
     directory = spec.directory
     address = addresses.embedded_sidecar(directory)
-    up = is_up(spec)
+    up = is_serving(spec.directory)
     if up:
         _check_owner(directory)
     if not up or _may_be_replaced(settings, spec):
@@ -86,10 +85,14 @@ def _start_or_replace(settings: Settings, spec: DaemonSpec) -> None:
         with filelock.FileLock(
             directory / daemon_record.START_LOCK, timeout=2 * timeouts.DAEMONS_START_S, mode=0o600
         ):
-            if is_up(spec) and _may_be_replaced(settings, spec) and daemon_status.is_idle(spec):
+            if (
+                is_serving(spec.directory)
+                and _may_be_replaced(settings, spec)
+                and daemon_status.is_idle(spec)
+            ):
                 _end(settings, spec)
-            await_restored(directory, lambda: is_up(spec))
-            if not is_up(spec):
+            await_restored(directory, is_serving)
+            if not is_serving(spec.directory):
                 _start(settings, spec)
                 if spec.on_start is not None:
                     spec.on_start()
@@ -100,11 +103,6 @@ def _start_or_replace(settings: Settings, spec: DaemonSpec) -> None:
         ) from error
 
 
-def is_up(spec: DaemonSpec) -> bool:
-    """Whether its sidecar accepts connections."""
-    return accepts(addresses.embedded_sidecar(spec.directory).removeprefix("unix://"))
-
-
 def await_listening(spec: DaemonSpec, address: str, timeout_s: float) -> str:
     """Waits until the daemons listen on ``host:port``; returns why they don't, or "".
 
@@ -112,7 +110,7 @@ def await_listening(spec: DaemonSpec, address: str, timeout_s: float) -> str:
     """
     deadline = time.monotonic() + timeout_s
     while why := network.probe_port(address, timeouts.DAEMONS_START_POLL_S):
-        if not is_up(spec) or time.monotonic() > deadline:
+        if not is_serving(spec.directory) or time.monotonic() > deadline:
             log = spec.directory / LOG
             return f"{why}; {log} ends with:\n{_tail(log)}"
         time.sleep(timeouts.DAEMONS_START_POLL_S)
@@ -135,17 +133,6 @@ def running_daemons(spec: DaemonSpec) -> RunningDaemons:
     if record is None:
         return RunningDaemons(f"the sidecar in {spec.directory}", "what has started it there")
     return RunningDaemons(f"process {record.pid}", record.ended_by)
-
-
-def accepts(path: str) -> bool:
-    """Whether a process listens on a unix socket; a killed process leaves its socket's file behind."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(timeouts.DAEMON_ACCEPT_S)
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-        return True
 
 
 def make_private_dir(directory: Path) -> None:
@@ -314,10 +301,10 @@ def _pannier() -> list[str]:
 def _await_start(settings: Settings, spec: DaemonSpec, alive: int, tail: Callable[[], str]) -> None:
     """Also for the coordinator, which may refuse what the sidecar accepts."""
     deadline = time.monotonic() + timeouts.DAEMONS_START_S
-    coordinator = addresses.embedded_coordinator(spec.directory).removeprefix("unix://")
+    coordinator = addresses.embedded_coordinator(spec.directory)
     has_own = settings.coordinator is None and "--coordinator" not in spec.flags
     log = spec.directory / LOG
-    while not (is_up(spec) and (not has_own or accepts(coordinator))):
+    while not (is_serving(spec.directory) and (not has_own or accepts(coordinator))):
         # Readable once the other end is closed: the daemons' supervisor has exited.
         ended, _, _ = select.select([alive], [], [], timeouts.DAEMONS_START_POLL_S)
         if ended:

@@ -18,6 +18,7 @@ from pannier.client.config import Settings
 from pannier.client.embedded import launcher
 from pannier.client.embedded.daemon_spec import DaemonSpec, read_record, write_record
 from pannier.common import daemon_record, timeouts
+from pannier.common.daemon_process import is_serving
 from pannier.wire import addresses
 from pannier.wire.errors import PannierError
 
@@ -49,7 +50,7 @@ def _upload(settings: Settings, current: Path | None) -> None:
             left = read_record(directory)
             if left is None:
                 _remove_old_log(directory)
-            elif (spool := _spool(left)) and spool.is_dir() and not launcher.is_up(left):
+            elif (spool := _spool(left)) and spool.is_dir() and not is_serving(directory):
                 _start_sidecar(settings, left, spool)
         except _InUseError:
             continue

@@ -30,6 +30,7 @@ from pannier.client.embedded.daemon_spec import (
 )
 from pannier.client.ranks.group_store import GroupStore
 from pannier.common import timeouts
+from pannier.common.daemon_process import is_serving
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, DeadlineError, UnavailableError
 from pannier.wire.tls import Tls
@@ -168,7 +169,7 @@ def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpe
     if own.runtime_dir_id == rendezvous.leader.runtime_dir_id:
         return job_daemons(settings, directory, listen=address, peers=_peers(address, own))
     spec = job_daemons(settings, directory, coordinator=address, peers=_peers(address, own))
-    if launcher.is_up(spec):
+    if is_serving(directory):
         return spec
 
     def prepare() -> None:
@@ -300,7 +301,7 @@ def _find_earlier(
                 continue
             if settings.listen is None and not _is_same_job(job):
                 continue
-            if not launcher.is_up(spec):
+            if not is_serving(directory):
                 network.check_free(rendezvous.coordinator)
             elif why := network.probe_daemon(
                 rendezvous.coordinator, Tls(*tls_files(directory)), timeouts.COORDINATOR_START_S

@@ -19,7 +19,6 @@ import grpc
 
 from pannier.client import machine
 from pannier.client.config import Settings
-from pannier.client.embedded import launcher
 from pannier.client.embedded.daemon_spec import tls_files
 from pannier.client.loading.checksum_verifier import Receipts
 from pannier.client.restore.fetched_blocks import FetchedBlocks
@@ -35,8 +34,8 @@ from pannier.client.transport.shared_memory import (
     socket_beside,
 )
 from pannier.common import timeouts
+from pannier.common.daemon_process import serving_sidecars
 from pannier.v1 import records_pb2, restore_pb2, restore_pb2_grpc
-from pannier.wire import addresses
 from pannier.wire.errors import (
     IntegrityError,
     PannierError,
@@ -182,8 +181,7 @@ def _addresses(settings: Settings) -> list[str]:
     """Addresses of the sidecars on this host that pass descriptors."""
     if settings.sidecar is not None:
         return [settings.sidecar] if is_unix(settings.sidecar) else []
-    known = addresses.embedded_sidecars(settings.runtime_dir)
-    return [each for each in known if launcher.accepts(each.removeprefix("unix://"))]
+    return serving_sidecars(settings.runtime_dir)
 
 
 @dataclass

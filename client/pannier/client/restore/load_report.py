@@ -16,14 +16,13 @@ from typing import Any
 import grpc
 
 from pannier.client.config import Settings
-from pannier.client.embedded import launcher
 from pannier.client.embedded.rendezvous import job_key
 from pannier.client.interrupts import aside
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.common import timeouts
+from pannier.common.daemon_process import serving_sidecars
 from pannier.v1 import load_status_pb2, restore_pb2_grpc
-from pannier.wire import addresses
 from pannier.wire.errors import PannierError
 from pannier.wire.version import WIRE_VERSION
 
@@ -198,8 +197,7 @@ class _Stream:
 def _sidecars(settings: Settings) -> list[str]:
     if settings.sidecar is not None:
         return [settings.sidecar]
-    known = addresses.embedded_sidecars(settings.runtime_dir)
-    return [each for each in known if launcher.accepts(each.removeprefix("unix://"))]
+    return serving_sidecars(settings.runtime_dir)
 
 
 def _channel(settings: Settings, address: str) -> SidecarChannel:

@@ -11,12 +11,11 @@ from typing import Any
 import grpc
 
 from pannier.client.config import Settings
-from pannier.client.embedded import launcher
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.common import timeouts
+from pannier.common.daemon_process import serving_sidecars
 from pannier.common.locations import CHILDREN, Pattern
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
-from pannier.wire import addresses
 from pannier.wire.errors import PannierError, UnavailableError, from_rpc_error
 
 _log = logging.getLogger(__name__)
@@ -52,8 +51,7 @@ class SidecarStatus:
 def _addresses(settings: Settings) -> list[str]:
     if settings.sidecar is not None:
         return [settings.sidecar]
-    known = addresses.embedded_sidecars(settings.runtime_dir)
-    return [each for each in known if launcher.accepts(each.removeprefix("unix://"))]
+    return serving_sidecars(settings.runtime_dir)
 
 
 def _list(settings: Settings, address: str) -> list[save_pb2.SaveStatus]:
