@@ -11,6 +11,8 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import grpc
+
 from pannier.wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ class TlsBundle:
     cert: str
     key: str
     ca: str
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a client."""
+        return grpc.ssl_channel_credentials(self.ca.encode(), self.key.encode(), self.cert.encode())
 
 
 def issue(host: str) -> tuple[TlsBundle, TlsBundle]:

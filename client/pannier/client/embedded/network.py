@@ -19,7 +19,7 @@ from pannier.client import machine
 from pannier.common import timeouts
 from pannier.wire.addresses import channel_options
 from pannier.wire.errors import ConfigurationError, from_rpc_error
-from pannier.wire.tls import Tls, open_channel
+from pannier.wire.tls import channel_to
 
 _ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
 """Documentation addresses (RFC 5737, RFC 3849): the route to them is the default route."""
@@ -73,15 +73,6 @@ def free_port(address: str) -> int:
         return port
 
 
-def is_own(address: str) -> bool:
-    """Whether ``host:port`` is an address of this host now; it may have got another one."""
-    try:
-        free_port(split_address(address)[0])
-    except ConfigurationError:
-        return False
-    return True
-
-
 def check_free(address: str) -> None:
     """Raises ConfigurationError, which names PANNIER_LISTEN, when nothing can listen on ``host:port``."""
     host, port = split_address(address)
@@ -120,8 +111,8 @@ def probe_port(address: str, timeout_s: float) -> str:
     return ""
 
 
-def probe_daemon(address: str, tls: Tls, timeout_s: float) -> str:
-    """Why no daemon at ``host:port`` accepts calls with this certificate; "": one does.
+def probe_daemon(address: str, credentials: grpc.ChannelCredentials, timeout_s: float) -> str:
+    """Why no daemon at ``host:port`` accepts calls with these credentials; "": one does.
 
     Args:
         timeout_s: for its answer; a busy host's daemon listens long before it answers. That there is a
@@ -129,7 +120,7 @@ def probe_daemon(address: str, tls: Tls, timeout_s: float) -> str:
     """
     if why := probe_port(address, min(timeout_s, timeouts.COORDINATOR_REACH_S)):
         return why
-    with open_channel(address, channel_options(), tls) as channel:
+    with channel_to(address, channel_options(), credentials) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)

@@ -8,9 +8,7 @@ import threading
 from collections.abc import Callable
 
 from pannier.client.config import Settings
-from pannier.client.embedded import launcher
-from pannier.client.embedded.daemon_spec import DaemonSpec
-from pannier.client.embedded.daemon_status import await_others
+from pannier.client.embedded import launcher, left_spools
 from pannier.client.identity import Identity, World
 from pannier.client.interrupts import Call, aside
 from pannier.client.transport.sidecar_client import SidecarClient
@@ -64,7 +62,7 @@ class Membership:
         if sidecar is None or daemons is None:
             return ""
         who = sidecar.identity
-        return await_others(daemons, who.job, who.incarnation, timeout_s)
+        return launcher.await_others(daemons, who.job, who.incarnation, timeout_s)
 
     def daemons(self) -> launcher.RunningDaemons | None:
         """The embedded daemons that this process uses; None: it has used none."""
@@ -96,12 +94,7 @@ class Membership:
         if not settings.embedded:
             sidecar = SidecarClient.connect(settings, who)
         else:
-            daemons = self.world.daemons(settings)
-            try:
-                sidecar = self._open_embedded(who, daemons)
-            except UnavailableError:
-                # The daemons may have exited, idle, just after they were found.
-                sidecar = self._open_embedded(who, daemons)
+            sidecar = self._open_embedded(who)
         coordinator = sidecar.welcome.coordinator
         if settings.coordinator not in (None, coordinator):
             sidecar.close()
@@ -111,13 +104,24 @@ class Membership:
             )
         return sidecar
 
-    def _open_embedded(self, who: Identity, daemons: DaemonSpec) -> SidecarClient:
+    def _open_embedded(self, who: Identity) -> SidecarClient:
         settings = self._settings
+        daemons = self.world.daemons(settings)
 
-        def restart_daemons() -> None:
+        def ensure_daemons() -> None:
             launcher.ensure(settings, daemons)
 
-        address = launcher.ensure(settings, daemons)
-        return SidecarClient.connect(
-            settings, who, address=address, restart_daemons=restart_daemons
-        )
+        def connect() -> SidecarClient:
+            ensure_daemons()
+            return SidecarClient.connect(
+                settings, who, address=daemons.sidecar, restart_daemons=ensure_daemons
+            )
+
+        try:
+            sidecar = connect()
+        except UnavailableError:
+            # The daemons may have exited, idle, just after they were seen.
+            sidecar = connect()
+        if settings.coordinator is None:
+            left_spools.upload_aside(settings, daemons)
+        return sidecar
