@@ -20,9 +20,11 @@ from pannier.client.embedded.daemon_spec import (
     read_record,
     write_files,
 )
+from pannier.client.identity import World
+from pannier.client.transport.membership import Membership
 from pannier.common.daemon_record import DaemonRecord, decisive_variables
 from pannier.wire import addresses
-from support.actors.scripted_sidecar import wait_until
+from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
 from support.processes.daemons import short_directory
 
 JOB, OTHER = "run 7", "run 8"
@@ -127,6 +129,18 @@ def test_a_later_start_on_one_host_has_them_uploaded_too(starts: Starts) -> None
     killed = starts.add("one")
     left_spools.upload_aside(starts.settings, current)
     wait_until(lambda: bool(starts.started))
+    assert [each.directory for each in starts.started] == [killed.directory]
+
+
+def test_what_killed_daemons_left_is_uploaded_also_by_a_start_whose_daemons_run(
+    starts: Starts,
+) -> None:
+    killed, current = starts.add("one"), starts.add("new")
+    world = World(alone=True)
+    world.known_daemons = current
+    with ScriptedSidecar(current.directory, name="sidecar.sock"):
+        Membership(world, starts.settings).sidecar().close()
+        wait_until(lambda: bool(starts.started))
     assert [each.directory for each in starts.started] == [killed.directory]
 
 

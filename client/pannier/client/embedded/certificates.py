@@ -43,7 +43,8 @@ class TlsBundle:
 def issue(host: str) -> tuple[TlsBundle, TlsBundle]:
     """The bundles of the coordinator at ``host``, a name or an address, and of its callers.
 
-    Raises ConfigurationError: ``cryptography`` isn't installed.
+    Raises:
+        ConfigurationError: ``cryptography`` isn't installed.
     """
     try:
         from cryptography import x509

@@ -3,8 +3,8 @@
 In: settings and a spec. Out: a sidecar that accepts connections. The daemons are detached from
 the process tree: they survive the trainer, Ctrl-C and a launcher that kills its workers. There is one
 sidecar and coordinator per host, user and wire version, and their environment decides where
-checkpoints are stored: a trainer with another environment gets an error rather than daemons of its
-own, whose spool and status its user wouldn't find. Idle ones of another version are replaced. A job on
+checkpoints are stored: a trainer with another environment gets an error rather than daemons of
+its own, whose spool and status its user wouldn't find. Idle ones of another version are replaced. A job on
 several hosts has separate daemons (:mod:`pannier.client.embedded.daemon_spec`). Whether they run says
 :mod:`pannier.common.daemon_process`; what they are, their :class:`DaemonRecord`. Blocking; any thread.
 """
@@ -74,7 +74,7 @@ def ensure(settings: Settings, spec: DaemonSpec) -> None:
         with start_lock(spec):
             await_restored(directory, is_serving)
             if is_serving(directory) and _should_be_replaced(settings, spec) and is_idle(spec):
-                _end(settings, spec)
+                _down(settings, spec)
             if not is_serving(directory):
                 start(settings, spec)
     _check_usable(settings, spec)
@@ -145,8 +145,8 @@ class Difference:
         return self.record.exits_idle and (bool(self.version) or self.has_other_credentials)
 
 
-def difference(settings: Settings, spec: DaemonSpec) -> Difference | None:
-    """How the daemons in the directory of ``spec`` differ; None: they left no record, or a sidecar runs there alone."""
+def compare(settings: Settings, spec: DaemonSpec) -> Difference | None:
+    """How the daemons in the directory of ``spec`` differ; None: no record, as of a sidecar that was started there alone."""
     record = daemon_record.read(spec.directory)
     if record is None:
         return None
@@ -161,40 +161,40 @@ def difference(settings: Settings, spec: DaemonSpec) -> Difference | None:
 
 def _should_be_replaced(settings: Settings, spec: DaemonSpec) -> bool:
     """Only those of jobs on this host alone: others serve the job that they were started for."""
-    found = None if spec.flags else difference(settings, spec)
-    return found is not None and found.is_reason_to_replace
+    difference = None if spec.flags else compare(settings, spec)
+    return difference is not None and difference.is_reason_to_replace
 
 
 def _check_usable(settings: Settings, spec: DaemonSpec) -> None:
     """Raises for daemons that this process can't use; logs once any that it can, but should not."""
     directory = spec.directory
-    found = difference(settings, spec)
-    if found is None:
+    difference = compare(settings, spec)
+    if difference is None:
         return
-    record = found.record
+    record = difference.record
     end_them = f"end them (`pannier down --runtime-dir {directory}`)"
     if not record.speaks_ours:
         raise VersionMismatchError(
-            f"the embedded daemons in {directory} ({record.description}) {found.version}: wait until "
+            f"the embedded daemons in {directory} ({record.description}) {difference.version}: wait until "
             f"they are idle, {end_them}, or set another PANNIER_RUNTIME_DIR"
         )
-    if found.variables:
+    if difference.variables:
         raise ConfigurationError(
             f"the embedded daemons in {directory} ({record.description}) were started with another "
-            f"value of {', '.join(found.variables)}, and would store this trainer's checkpoints elsewhere, or keep "
+            f"value of {', '.join(difference.variables)}, and would store this trainer's checkpoints elsewhere, or keep "
             f"others of them: wait until they exit ({spec.idle_exit_s:g} s after their last trainer), "
             f"{end_them}, or set another PANNIER_RUNTIME_DIR"
         )
-    if found.has_other_credentials:
+    if difference.has_other_credentials:
         _log_once(
             f"the daemons in {directory} ({record.description}) have other credentials in their environment than "
             f"this process, those of {record.started}, and are busy: if these expire, `pannier down --runtime-dir "
             f"{directory}` ends the daemons, and the next save starts them with its own; a profile (AWS_PROFILE) is "
             "read again instead"
         )
-    if found.version:
+    if difference.version:
         _log_once(
-            f"using the daemons in {directory} ({record.description}), though they {found.version}: when "
+            f"using the daemons in {directory} ({record.description}), though they {difference.version}: when "
             f"they are idle, `pannier down --runtime-dir {directory}` ends them"
         )
 
@@ -296,7 +296,7 @@ def _tail(log: Path, since: int = 0, size: int = 4096) -> str:
 # End, and exit of the trainer
 
 
-def _end(settings: Settings, spec: DaemonSpec) -> None:
+def _down(settings: Settings, spec: DaemonSpec) -> None:
     """Ends idle daemons. A client that connects just now connects to their successors.
 
     Raises:
@@ -325,7 +325,7 @@ def _end(settings: Settings, spec: DaemonSpec) -> None:
 
 
 def is_idle(spec: DaemonSpec) -> bool:
-    """Whether their sidecar has no client and nothing to upload; also False if that isn't known."""
+    """Whether their sidecar has no client and nothing to upload; also False if they don't say."""
     request = status_pb2.ListSavesRequest(states=_UNDECIDED, limit=1)
     try:
         status = _list_saves(spec.sidecar, "sidecar", request)
@@ -345,7 +345,7 @@ class RunningDaemons:
     name: str
     """For messages: "process 25"."""
     ended_by: str | None
-    """What may end them together with their starter; None: known to be nothing."""
+    """What may end them together with their starter; None: nothing."""
 
 
 def running_daemons(spec: DaemonSpec) -> RunningDaemons:
@@ -365,7 +365,8 @@ def await_others(spec: DaemonSpec, job: str, incarnation: str, timeout_s: float 
     Args:
         timeout_s: None: no limit, since each save ends soon after its own deadline.
 
-    Returns the checkpoint ids still under way after ``timeout_s`` seconds, or "".
+    Returns:
+        The checkpoint ids still under way after ``timeout_s`` seconds; "": none.
     """
     if not spec.serves_others:
         return ""

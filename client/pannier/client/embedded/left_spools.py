@@ -81,7 +81,7 @@ def _is_locked(spool: Path) -> bool:
 
 
 def _start_sidecar(settings: Settings, left: DaemonSpec, spool: Path) -> None:
-    difference = launcher.difference(settings, left)
+    difference = launcher.compare(settings, left)
     if difference is None:
         raise FileNotFoundError("they left no record of their environment")
     if difference.variables:

@@ -30,8 +30,8 @@ def runtime_dir_id(directory: Path) -> str:
 
     Not the hostname, which containers may share, nor the path of the directory. It must exist.
     """
-    found = directory.stat()
-    text = f"{machine.boot_id()} {found.st_dev} {found.st_ino}"
+    status = directory.stat()
+    text = f"{machine.boot_id()} {status.st_dev} {status.st_ino}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -46,19 +46,20 @@ def own_address(towards: Iterable[str | None]) -> str | None:
     """
     last = None
     for name in (*towards, *_ANYWHERE):
-        found = _source(name) if name else None
-        if found is None:
+        address = _source(name) if name else None
+        if address is None:
             continue
-        if not ipaddress.ip_address(found).is_loopback:
-            return found
-        last = last or found
+        if not ipaddress.ip_address(address).is_loopback:
+            return address
+        last = last or address
     return last
 
 
 def free_port(address: str) -> int:
     """A TCP port that is free now on ``address``, an IP address of this host.
 
-    Raises ConfigurationError: the address isn't this host's.
+    Raises:
+        ConfigurationError: the address isn't this host's.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -74,7 +75,11 @@ def free_port(address: str) -> int:
 
 
 def check_free(address: str) -> None:
-    """Raises ConfigurationError, which names PANNIER_LISTEN, when nothing can listen on ``host:port``."""
+    """Checks that a server can listen on ``host:port``.
+
+    Raises:
+        ConfigurationError: it can't; names PANNIER_LISTEN.
+    """
     host, port = split_address(address)
     try:
         (family, kind, protocol, _, where), *_ = socket.getaddrinfo(
@@ -137,10 +142,10 @@ def all_ranks_here(size: int) -> bool:
 
 def _source(name: str) -> str | None:
     try:
-        found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+        routes = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
-    for family, kind, protocol, _, where in found:
+    for family, kind, protocol, _, where in routes:
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.connect(where)

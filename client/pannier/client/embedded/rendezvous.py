@@ -51,7 +51,10 @@ class HostInfo:
     runtime_dir_id: str
     """See :func:`pannier.client.embedded.network.runtime_dir_id`; equal: the same host."""
     address: str | None
-    """The host's IP address as seen from the store's host; None: not known, or not needed."""
+    """The host's IP address as seen from the store's host; None: it has none, or it isn't needed."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host})"
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,13 @@ class Rendezvous:
 
 
 def host_info(rank: int, host: str, size: int, settings: Settings) -> HostInfo:
-    """This rank and its host. Raises ConfigurationError: the runtime directory can't be used.
+    """This rank and its host.
 
     Args:
         size: number of ranks.
+
+    Raises:
+        ConfigurationError: the runtime directory can't be used.
     """
     launcher.make_private_dir(settings.runtime_dir)
     address = None
@@ -92,8 +98,8 @@ class Agreement:
     Args:
         store: where the ranks agree.
         incarnation: number of the incarnation in the store.
-        own: this rank.
-        first: the rank that wrote to the store first.
+        this_rank: and its host.
+        first_rank: the rank that wrote to the store first.
         size: number of ranks.
     """
 
@@ -101,19 +107,19 @@ class Agreement:
         self,
         store: GroupStore,
         incarnation: int,
-        own: HostInfo,
-        first: HostInfo,
+        this_rank: HostInfo,
+        first_rank: HostInfo,
         *,
         size: int,
         settings: Settings,
     ) -> None:
         self._store = store
         self._incarnation = incarnation
-        self._own = own
-        self._first = first
+        self._this_rank = this_rank
+        self._first_rank = first_rank
         self._size = size
         self._settings = settings
-        self._is_apart = first.runtime_dir_id != own.runtime_dir_id
+        self._is_apart = first_rank.runtime_dir_id != this_rank.runtime_dir_id
         self._has_reported = False
         """Whether this rank has reported where it is."""
         self._failures = 0
@@ -128,7 +134,7 @@ class Agreement:
         rendezvous = self.rendezvous()
         if rendezvous is None:
             return host_daemons(self._settings)
-        return join(self._settings, rendezvous, self._own)
+        return join(self._settings, rendezvous, self._this_rank)
 
     def rendezvous(self) -> Rendezvous | None:
         """What the ranks have agreed on; None: all are on this host.
@@ -138,13 +144,13 @@ class Agreement:
                 LOCAL_WORLD_SIZE is wrong.
             DeadlineError: no rank has decided.
         """
-        own, first = self._own, self._first
+        this_rank, first_rank = self._this_rank, self._first_rank
         if network.all_ranks_here(self._size):
             if self._is_apart:
                 raise ConfigurationError(
                     f"LOCAL_WORLD_SIZE={os.environ['LOCAL_WORLD_SIZE']} says that all ranks are on one "
-                    f"host, but rank {own.rank} ({own.host}) doesn't see the runtime directory of rank "
-                    f"{first.rank} ({first.host}): give all the same PANNIER_RUNTIME_DIR, {_ADVICE}"
+                    f"host, but {this_rank} doesn't see the runtime directory of "
+                    f"{first_rank}: give all the same PANNIER_RUNTIME_DIR, {_ADVICE}"
                 )
             return None
         outcome = self._store.run(self._report_place)
@@ -156,8 +162,8 @@ class Agreement:
         if outcome is None:
             leader = self._store.run(lambda store: store.get(self._key("leader")))
             raise DeadlineError(
-                f"rank {own.rank} ({own.host}) waited {self._settings.plan_timeout:g} s for rank "
-                f"{first.rank if leader is None else leader} to "
+                f"{this_rank} waited {self._settings.plan_timeout:g} s for rank "
+                f"{first_rank.rank if leader is None else leader} to "
                 "report which host runs the coordinator: does that rank still run?"
             )
         if outcome["problem"]:
@@ -167,8 +173,8 @@ class Agreement:
             )
         if outcome["rendezvous"] is None and self._is_apart:
             raise ConfigurationError(
-                f"rank {own.rank} ({own.host}) doesn't see the runtime directory of rank {first.rank} "
-                f"({first.host}), and joined after it was decided that all ranks are on that host: give "
+                f"{this_rank} doesn't see the runtime directory of "
+                f"{first_rank}, and joined after it was decided that all ranks are on that host: give "
                 f"all the same PANNIER_RUNTIME_DIR, {_ADVICE}"
             )
         return None if outcome["rendezvous"] is None else _decode(outcome["rendezvous"])
@@ -180,7 +186,7 @@ class Agreement:
             # Before the call: a rank that is counted twice would stand for another, elsewhere.
             self._has_reported = True
             if self._is_apart:
-                store.claim(self._key("elsewhere"), asdict(self._own))
+                store.claim(self._key("elsewhere"), asdict(self._this_rank))
             else:
                 store.count(self._key("here"), 1)
         return outcome
@@ -193,22 +199,22 @@ class Agreement:
 
     def _leads(self, store: StoreCall) -> bool:
         """Whether this rank decides: rank 0, or, if that doesn't save, the first rank that does."""
-        rank, key = self._own.rank, self._key("leader")
-        if rank not in (0, self._first.rank):
+        rank, key = self._this_rank.rank, self._key("leader")
+        if rank not in (0, self._first_rank.rank):
             return False
         if rank and poll(lambda: store.get(key), timeouts.LEADER_S) == 0:
             return False
         return bool(store.claim(key, rank) == rank)
 
     def _decide(self) -> Rendezvous | None:
-        own = self._own
+        this_rank = self._this_rank
         outcome: dict[str, Any] = {"problem": "", "failures": 0, "rendezvous": None}
         try:
             rendezvous = self._start()
         except Exception as error:
             # So that the other ranks fail at once, not at their deadline.
             self._failures += 1
-            outcome["problem"] = f"rank {own.rank} ({own.host}): {error}"
+            outcome["problem"] = f"{this_rank}: {error}"
             outcome["failures"] = self._failures
             self._store.put(self._key("outcome"), outcome)
             raise
@@ -222,7 +228,9 @@ class Agreement:
 
         def look(store: StoreCall) -> str | None:
             """The address of another rank's host, "" if not known; "here": all ranks are on this host."""
-            elsewhere = asdict(self._first) if self._is_apart else store.get(self._key("elsewhere"))
+            elsewhere = (
+                asdict(self._first_rank) if self._is_apart else store.get(self._key("elsewhere"))
+            )
             if elsewhere is not None:
                 return elsewhere["address"] or ""
             return "here" if store.count(self._key("here")) >= self._size else None
@@ -231,23 +239,27 @@ class Agreement:
         if towards is None and addresses.is_loopback(os.environ.get("MASTER_ADDR", "")):
             # Some ranks haven't reported; but over loopback they can only be on this host.
             towards = "here"
-        return None if towards == "here" else _start_coordinator(self._own, towards, self._settings)
+        return (
+            None
+            if towards == "here"
+            else _start_coordinator(self._this_rank, towards, self._settings)
+        )
 
     def _key(self, name: str) -> str:
         return f"{self._incarnation}/{name}"
 
 
-def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpec:
+def join(settings: Settings, rendezvous: Rendezvous, this_rank: HostInfo) -> DaemonSpec:
     """This host's daemons for a job on several hosts, for :func:`launcher.ensure`.
 
     Raises:
         UnavailableError: the coordinator can't be reached from here.
         ConfigurationError: the runtime directory can't be used.
     """
-    directory = _directory(settings, rendezvous, own)
+    directory = _directory(settings, rendezvous, this_rank)
     address = rendezvous.coordinator
-    peers = _peers(address, own)
-    if own.runtime_dir_id == rendezvous.leader.runtime_dir_id:
+    peers = _peers(address, this_rank)
+    if this_rank.runtime_dir_id == rendezvous.leader.runtime_dir_id:
         return job_daemons(settings, directory, listen=address, peers=peers)
     tls = rendezvous.tls
     spec = job_daemons(settings, directory, coordinator=address, peers=peers, files=tls_texts(tls))
@@ -258,7 +270,7 @@ def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpe
     ):
         host = rendezvous.leader.host
         raise UnavailableError(
-            f"host {own.host} (rank {own.rank}) can't reach this job's coordinator at {address}, which "
+            f"host {this_rank.host} (rank {this_rank.rank}) can't reach this job's coordinator at {address}, which "
             f"runs on {host}, the host of rank {rendezvous.leader.rank}: {why}. Let the hosts connect to "
             f"each other (firewall), name an address and port of {host} that the others can reach by "
             f"PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
@@ -271,17 +283,19 @@ _started_here: Final[set[str]] = set()
 """Start ids of coordinators that this process has used: they also serve later incarnations of its job."""
 
 
-def _start_coordinator(own: HostInfo, towards: str | None, settings: Settings) -> Rendezvous:
+def _start_coordinator(this_rank: HostInfo, towards: str | None, settings: Settings) -> Rendezvous:
     """Starts the coordinator of all hosts on this host, or finds it; other hosts can reach its address."""
     with _start_lock:
         job = job_key(settings)
-        rendezvous, tls = _find_earlier(settings, job, own) or _new(settings, job, own, towards)
+        rendezvous, tls = _find_earlier(settings, job, this_rank) or _new(
+            settings, job, this_rank, towards
+        )
         address = rendezvous.coordinator
         spec = job_daemons(
             settings,
-            _directory(settings, rendezvous, own),
+            _directory(settings, rendezvous, this_rank),
             listen=address,
-            peers=_peers(address, own),
+            peers=_peers(address, this_rank),
             files={**tls_texts(tls), _RECORD: json.dumps(asdict(rendezvous))},
         )
         launcher.ensure(settings, spec)
@@ -296,7 +310,7 @@ def _start_coordinator(own: HostInfo, towards: str | None, settings: Settings) -
 
 
 def _find_earlier(
-    settings: Settings, job: str, own: HostInfo
+    settings: Settings, job: str, this_rank: HostInfo
 ) -> tuple[Rendezvous, TlsBundle] | None:
     """The coordinator of an earlier start of the job on this host, running or killed, if it is that and answers."""
     for directory in reversed(addresses.job_dirs(settings.runtime_dir, job)):
@@ -320,7 +334,7 @@ def _find_earlier(
                 *(directory, error),
             )
             continue
-        return replace(rendezvous, leader=own), tls
+        return replace(rendezvous, leader=this_rank), tls
     return None
 
 
@@ -329,7 +343,7 @@ def _may_use(settings: Settings, directory: Path, rendezvous: Rendezvous) -> boo
     spec = read_record(directory)
     if spec is None or not spec.serves_others:
         return False
-    difference = launcher.difference(settings, spec)
+    difference = launcher.compare(settings, spec)
     if difference is None or difference.variables:
         return False
     if settings.listen is not None:
@@ -338,30 +352,30 @@ def _may_use(settings: Settings, directory: Path, rendezvous: Rendezvous) -> boo
 
 
 def _new(
-    settings: Settings, job: str, own: HostInfo, towards: str | None
+    settings: Settings, job: str, this_rank: HostInfo, towards: str | None
 ) -> tuple[Rendezvous, TlsBundle]:
     address = settings.listen
     if address is None:
-        address = _free_address(own, towards)
+        address = _free_address(this_rank, towards)
     else:
         network.check_free(address)
     tls, callers = issue(network.split_address(address)[0])
-    return Rendezvous(secrets.token_hex(3), job, address, own, callers), tls
+    return Rendezvous(secrets.token_hex(3), job, address, this_rank, callers), tls
 
 
-def _free_address(own: HostInfo, towards: str | None) -> str:
+def _free_address(this_rank: HostInfo, towards: str | None) -> str:
     host = network.own_address([towards, os.environ.get("MASTER_ADDR")])
     if host is None:
         raise ConfigurationError(
-            f"host {own.host} has no address by which other hosts could reach its coordinator: name "
+            f"host {this_rank.host} has no address by which other hosts could reach its coordinator: name "
             f"one by PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
         )
     return network.join_address(host, network.free_port(host))
 
 
-def _peers(coordinator: str, own: HostInfo) -> str | None:
+def _peers(coordinator: str, this_rank: HostInfo) -> str | None:
     """Where the other hosts can reach this host's sidecar; None: it isn't known."""
-    host = network.own_address([network.split_address(coordinator)[0]]) or own.address
+    host = network.own_address([network.split_address(coordinator)[0]]) or this_rank.address
     try:
         return None if host is None else network.join_address(host, network.free_port(host))
     except ConfigurationError as error:
@@ -399,9 +413,9 @@ def launch_id(settings: Settings) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def _directory(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> Path:
+def _directory(settings: Settings, rendezvous: Rendezvous, this_rank: HostInfo) -> Path:
     return addresses.job_dir(
-        settings.runtime_dir, rendezvous.job, rendezvous.start_id, own.runtime_dir_id
+        settings.runtime_dir, rendezvous.job, rendezvous.start_id, this_rank.runtime_dir_id
     )
 
 

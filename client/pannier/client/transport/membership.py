@@ -27,17 +27,21 @@ class Membership:
 
     @property
     def identity(self) -> Identity:
-        """This rank in its incarnation; needs no sidecar. Raises what :meth:`World.identity` raises."""
+        """This rank in its incarnation; needs no sidecar.
+
+        Raises:
+            PannierError: what :meth:`World.identity` raises.
+        """
         return aside(lambda: self.world.identity(self._settings))
 
     @property
     def is_connected(self) -> bool:
-        """Whether the sidecar is known, and this client's connection wasn't closed."""
+        """Whether there is a connection to the sidecar that this client hasn't closed."""
         sidecar = self._sidecar
         return sidecar is not None and not sidecar.is_closed
 
     def open_ahead(self) -> bool:
-        """Begins to find or start the sidecar in another thread, unless it is known; returns whether it did.
+        """Begins to find or start the sidecar in another thread, unless it has been opened; returns whether it did.
 
         :meth:`sidecar` waits for it, and raises its error.
         """
@@ -56,7 +60,8 @@ class Membership:
     def await_others(self, timeout_s: float | None) -> str:
         """Waits for other hosts' saves at this host's coordinator, if it serves other hosts.
 
-        Returns those still in progress after ``timeout_s`` seconds; empty: none.
+        Returns:
+            Those still in progress after ``timeout_s`` seconds; empty: none.
         """
         sidecar, daemons = self._sidecar, self.world.known_daemons
         if sidecar is None or daemons is None:
@@ -70,7 +75,11 @@ class Membership:
         return None if spec is None else launcher.running_daemons(spec)
 
     def check_process(self) -> None:
-        """Raises InvalidRequestError in a process forked from the one that connected."""
+        """Checks that this process isn't forked from the one that connected.
+
+        Raises:
+            InvalidRequestError: it is.
+        """
         sidecar = self._sidecar
         if sidecar is not None:
             sidecar.check_process()
