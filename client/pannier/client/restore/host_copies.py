@@ -34,7 +34,6 @@ from pannier.client.transport.shared_memory import (
     socket_beside,
 )
 from pannier.common import timeouts
-from pannier.common.daemon_process import serving_sidecars
 from pannier.v1 import records_pb2, restore_pb2, restore_pb2_grpc
 from pannier.wire.errors import (
     IntegrityError,
@@ -153,7 +152,8 @@ class HostCopies:
     def _sidecars(self) -> Iterator[tuple[Settings, str]]:
         try:
             settings = self._settings()
-            places = _addresses(settings)
+            # Those that pass descriptors.
+            places = [address for address in settings.sidecars() if is_unix(address)]
         except PannierError as error:
             _log.warning("no sidecar of this host is asked for local copies: %s", error)
             return
@@ -175,13 +175,6 @@ def _log_unasked(address: str, error: Exception) -> None:
         "the sidecar at %s can't be asked for local copies, so storage is read: %s",
         *(address, error),
     )
-
-
-def _addresses(settings: Settings) -> list[str]:
-    """Addresses of the sidecars on this host that pass descriptors."""
-    if settings.sidecar is not None:
-        return [settings.sidecar] if is_unix(settings.sidecar) else []
-    return serving_sidecars(settings.runtime_dir)
 
 
 @dataclass

@@ -21,7 +21,6 @@ from pannier.client.interrupts import aside
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.common import timeouts
-from pannier.common.daemon_process import serving_sidecars
 from pannier.v1 import load_status_pb2, restore_pb2_grpc
 from pannier.wire.errors import PannierError
 from pannier.wire.version import WIRE_VERSION
@@ -104,7 +103,7 @@ class _Reports:
         fields = {"job": settings.job or "", "group": _group(settings, self._progress)}
         streams = [
             _Stream(_channel(settings, address), self._progress, fields, self._ended)
-            for address in _sidecars(settings)
+            for address in settings.sidecars()
         ]
         further = [
             threading.Thread(target=each.run, name="pannier-load-report", daemon=True)
@@ -192,12 +191,6 @@ class _Stream:
             version = 0
             if not ended:
                 self._ended.wait(timeouts.LOAD_REPORT_S)
-
-
-def _sidecars(settings: Settings) -> list[str]:
-    if settings.sidecar is not None:
-        return [settings.sidecar]
-    return serving_sidecars(settings.runtime_dir)
 
 
 def _channel(settings: Settings, address: str) -> SidecarChannel:

@@ -13,7 +13,6 @@ import grpc
 from pannier.client.config import Settings
 from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
 from pannier.common import timeouts
-from pannier.common.daemon_process import serving_sidecars
 from pannier.common.locations import CHILDREN, Pattern
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire.errors import PannierError, UnavailableError, from_rpc_error
@@ -36,7 +35,7 @@ class SidecarStatus:
         found: list[save_pb2.SaveStatus] = []
         try:
             settings = self._settings()
-            places = _addresses(settings)
+            places = settings.sidecars()
         except PannierError as error:
             _log.warning("no sidecar of this host is asked for its saves: %s", error)
             return found
@@ -46,12 +45,6 @@ class SidecarStatus:
             except (PannierError, OSError) as error:
                 _log.info("the sidecar at %s can't be asked for its saves: %s", address, error)
         return [save for save in found if pattern.name_below(root, save.checkpoint_id)]
-
-
-def _addresses(settings: Settings) -> list[str]:
-    if settings.sidecar is not None:
-        return [settings.sidecar]
-    return serving_sidecars(settings.runtime_dir)
 
 
 def _list(settings: Settings, address: str) -> list[save_pb2.SaveStatus]:
