@@ -122,15 +122,19 @@ def job_daemons(
 def write_files(spec: DaemonSpec) -> None:
     """Writes what daemons of a job on several hosts need, and the record that :func:`read_record` reads.
 
-    Their certificates and keys are written here alone. All files have mode 0600; one with the same content stays
-    as it is. For the process that holds the lock of their start.
+    Their certificates and keys are written here alone. All files have mode 0600, and are whole at any time. For the
+    process that holds the lock of their start.
     """
     if not spec.flags:
         return
     spool = None if spec.spool is None else str(spec.spool)
     record = json.dumps({"spool": spool, "flags": spec.flags})
     for name, text in {**spec.files, _RECORD: record}.items():
-        _write_private_file(spec.directory / name, text)
+        path = spec.directory / name
+        new = path.with_name(f"{name}.new")
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text)
+        new.replace(path)
 
 
 def read_record(directory: Path) -> DaemonSpec | None:
@@ -181,15 +185,3 @@ def environment(settings: Settings, spec: DaemonSpec) -> dict[str, str]:
         parts = kept["PYTHONPATH"].split(os.pathsep)
         kept["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in parts)
     return kept
-
-
-def _write_private_file(path: Path, text: str) -> None:
-    try:
-        if path.read_text() == text:
-            return
-    except FileNotFoundError:
-        pass
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    new.replace(path)

@@ -207,21 +207,19 @@ class Agreement:
         return bool(store.claim(key, rank) == rank)
 
     def _decide(self) -> Rendezvous | None:
-        this_rank = self._this_rank
-        outcome: dict[str, Any] = {"problem": "", "failures": 0, "rendezvous": None}
         try:
             rendezvous = self._start()
         except Exception as error:
             # So that the other ranks fail at once, not at their deadline.
             self._failures += 1
-            outcome["problem"] = f"{this_rank}: {error}"
-            outcome["failures"] = self._failures
-            self._store.put(self._key("outcome"), outcome)
+            self._report(problem=f"{self._this_rank}: {error}")
             raise
-        if rendezvous is not None:
-            outcome["rendezvous"] = asdict(rendezvous)
-        self._store.put(self._key("outcome"), outcome)
+        self._report(rendezvous=None if rendezvous is None else asdict(rendezvous))
         return rendezvous
+
+    def _report(self, *, problem: str = "", rendezvous: dict[str, Any] | None = None) -> None:
+        outcome = {"problem": problem, "failures": self._failures, "rendezvous": rendezvous}
+        self._store.put(self._key("outcome"), outcome)
 
     def _start(self) -> Rendezvous | None:
         """Starts the coordinator if there are several hosts."""
@@ -236,14 +234,11 @@ class Agreement:
             return "here" if store.count(self._key("here")) >= self._size else None
 
         towards = self._store.run(lambda store: poll(lambda: look(store), timeouts.LEADER_S))
-        if towards is None and addresses.is_loopback(os.environ.get("MASTER_ADDR", "")):
-            # Some ranks haven't reported; but over loopback they can only be on this host.
-            towards = "here"
-        return (
-            None
-            if towards == "here"
-            else _start_coordinator(self._this_rank, towards, self._settings)
-        )
+        # Where some ranks haven't reported: over loopback they can only be on this host.
+        is_loopback = addresses.is_loopback(os.environ.get("MASTER_ADDR", ""))
+        if towards == "here" or (towards is None and is_loopback):
+            return None
+        return _start_coordinator(self._this_rank, towards, self._settings)
 
     def _key(self, name: str) -> str:
         return f"{self._incarnation}/{name}"
