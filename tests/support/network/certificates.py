@@ -155,7 +155,7 @@ def _name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def write_tls(papers: TlsBundle, directory: Path) -> tuple[Path, Path, Path]:
+def write_tls(tls: TlsBundle, directory: Path) -> tuple[Path, Path, Path]:
     """Writes them as a client does for its embedded daemons; the certificate, the key and the CA."""
-    write_files(DaemonSpec(directory, None, flags=("--discard",), files=tls_texts(papers)))
+    write_files(DaemonSpec(directory, None, flags=("--discard",), files=tls_texts(tls)))
     return tls_files(directory)

@@ -50,7 +50,7 @@ def upload(settings: Settings, directories: Sequence[Path]) -> None:
             elif (spool := _spool(left)) and not is_serving(directory):
                 _start_sidecar(settings, left, spool)
         except (PannierError, OSError, ValueError) as error:
-            _log.warning(
+            _log_once_per_host(
                 "saves that an earlier start left in %s are not uploaded: %s", directory, error
             )
 
@@ -86,7 +86,7 @@ def _start_sidecar(settings: Settings, left: DaemonSpec, spool: Path) -> None:
         raise FileNotFoundError("they left no record of their environment")
     if difference.variables:
         # A sidecar that this process starts would use other storage.
-        _log.warning(
+        _log_once_per_host(
             "the daemons in %s, of an earlier start, had another value of %s: what they left is not uploaded",
             *(left.directory, ", ".join(difference.variables)),
         )
@@ -97,6 +97,12 @@ def _start_sidecar(settings: Settings, left: DaemonSpec, spool: Path) -> None:
             _log.info("starting a sidecar on what an earlier start left in %s", left.directory)
             # Its record then says so: a later start doesn't expect a coordinator there.
             launcher.start(settings, left.without_coordinator())
+
+
+def _log_once_per_host(text: str, *values: object) -> None:
+    # All ranks of the host look at what is left.
+    level = logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG
+    _log.log(level, text, *values)
 
 
 def _remove_old_log(directory: Path) -> None:
