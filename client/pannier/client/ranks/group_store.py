@@ -195,10 +195,6 @@ class GroupStore:
             # An exception of a signal handler ends the wait, and so the thread's.
             access.is_given_up = True
 
-    def read(self, key: str) -> Any:
-        """See :meth:`StoreCall.get`."""
-        return self.run(lambda store: store.get(key))
-
     def await_value(self, key: str, timeout_s: float) -> Any:
         """A value once there is one; None after ``timeout_s`` seconds."""
         return self.run(lambda store: poll(lambda: store.get(key), timeout_s))
@@ -210,14 +206,6 @@ class GroupStore:
     def claim(self, key: str, value: Any) -> Any:
         """See :meth:`StoreCall.claim`."""
         return self.run(lambda store: store.claim(key, value))
-
-    def count(self, key: str, more: int = 0) -> int:
-        """See :meth:`StoreCall.count`."""
-        return self.run(lambda store: store.count(key, more))
-
-    def poll(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
-        """See :func:`poll`."""
-        return poll(look, timeout_s)
 
     def _failed(self, why: str, kind_of_error: type[StoreFailedError]) -> StoreFailedError:
         text = f"the process group's store, which {self._hosts.server_text()} serves, {why}"
