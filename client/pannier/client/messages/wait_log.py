@@ -6,13 +6,13 @@ operators. One thread for all, started with the first wait. Thread-safe.
 """
 
 import logging
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from pannier.client.fork_hooks import reset_in_child
 from pannier.client.process_group import process_rank
 from pannier.client.timers import Timers
 from pannier.common import timeouts
@@ -146,4 +146,4 @@ def _reset_in_child() -> None:
     _timers = Timers("pannier-wait-log")
 
 
-os.register_at_fork(after_in_child=_reset_in_child)
+reset_in_child(_reset_in_child)

@@ -19,6 +19,7 @@ from typing import Any, Final
 import crc32c
 import grpc
 
+from pannier.client.fork_hooks import close_in_child
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import BUCKET
 from pannier.client.restore.restore_plan import BlockTable, LoadName, SharedBlock
@@ -271,7 +272,8 @@ class _Memory:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._close = weakref.finalize(self, os.close, fd)
-        _all_memories.add(self)
+        # A copy of it in a child would keep the sidecar's memory allocated.
+        close_in_child(self, lambda memory: memory._close())
 
     def copy(self, offset: int, memory: memoryview) -> int:
         """Fills ``memory``; its crc32c. Raises IntegrityError: the sidecar's memory is shorter."""
@@ -286,15 +288,3 @@ class _Memory:
                 done += read
             crc = crc32c.crc32c(piece, crc)
         return crc
-
-
-_all_memories: "weakref.WeakSet[_Memory]" = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # A child's copy of the descriptor would keep the sidecar's memory allocated.
-    for memory in list(_all_memories):
-        memory._close()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -20,6 +20,7 @@ from typing import Final
 import crc32c
 import numpy as np
 
+from pannier.client.fork_hooks import close_in_child
 from pannier.v1 import records_pb2, restore_pb2
 from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import IntegrityError
@@ -122,7 +123,8 @@ class LocalFile:
     ) -> None:
         self._fd = fd
         self._close = weakref.finalize(self, os.close, fd)
-        _all_files.add(self)
+        # A copy of it in a child would keep the spool file locked after the load.
+        close_in_child(self, lambda file: file._close())
         self._file = committed
         self._stamp = located.stamp
         self._stamp_offset = located.stamp_offset
@@ -228,15 +230,3 @@ class LocalFile:
             raise IntegrityError(
                 f"a trainer has staged another save into the spool file of {self._file.name}"
             )
-
-
-_all_files: "weakref.WeakSet[LocalFile]" = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # A copy of a descriptor in a child would keep the spool file locked after the load.
-    for file in list(_all_files):
-        file._close()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -179,6 +179,7 @@ class Sender:
         def start(channel: grpc.Channel) -> Any:
             return channel.stream_stream(
                 "/pannier.v1.Sidecar/Write",
+                request_serializer=bytes,
                 response_deserializer=sidecar_pb2.WriteResponse.FromString,
             )(requests, metadata=self._channel.metadata())
 
