@@ -22,6 +22,7 @@ import grpc
 from pannier.client.fork_hooks import close_in_child
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import BUCKET
+from pannier.client.restore.local_file import read_at
 from pannier.client.restore.restore_plan import BlockTable, LoadName, SharedBlock
 from pannier.client.restore.shared_blocks import FetchedBlock
 from pannier.client.transport.channel import SidecarChannel
@@ -280,11 +281,7 @@ class _Memory:
         crc = 0
         for at in range(0, len(memory), _PIECE):
             piece = memory[at : at + _PIECE]
-            done = 0
-            while done < len(piece):
-                read = os.preadv(self._fd, [piece[done:]], offset + at + done)
-                if not read:
-                    raise IntegrityError("the sidecar's memory of blocks was cut")
-                done += read
+            if read_at(self._fd, offset + at, piece) < len(piece):
+                raise IntegrityError("the sidecar's memory of blocks was cut")
             crc = crc32c.crc32c(piece, crc)
         return crc

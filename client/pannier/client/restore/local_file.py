@@ -213,14 +213,11 @@ class LocalFile:
         return crc
 
     def _read(self, offset: int, target: memoryview) -> None:
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._fd, [target[done:]], offset + done)
-            if not count:
-                raise IntegrityError(
-                    f"the spool file of {self._file.name} ends at byte {offset + done}"
-                )
-            done += count
+        count = read_at(self._fd, offset, target)
+        if count < len(target):
+            raise IntegrityError(
+                f"the spool file of {self._file.name} ends at byte {offset + count}"
+            )
 
     def _check_stamp(self) -> None:
         found = os.pread(self._fd, len(self._stamp), self._stamp_offset)
@@ -230,3 +227,14 @@ class LocalFile:
             raise IntegrityError(
                 f"a trainer has staged another save into the spool file of {self._file.name}"
             )
+
+
+def read_at(fd: int, offset: int, target: memoryview) -> int:
+    """Fills ``target`` with a file's bytes from ``offset`` on; fewer only at the file's end. Returns their count."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(fd, [target[done:]], offset + done)
+        if not count:
+            break
+        done += count
+    return done
