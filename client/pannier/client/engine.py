@@ -8,15 +8,15 @@ Thread-safe, except where noted.
 
 import asyncio
 import logging
-import os
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
+from pannier.client import fork_hooks
 from pannier.client.interrupts import Call, aside
 from pannier.common import timeouts
 
@@ -26,10 +26,6 @@ _T = TypeVar("_T")
 
 _lock = threading.Lock()
 _engine: "Engine | None" = None
-_running: Final["set[Work]"] = set()
-"""The loop references its tasks weakly."""
-_of_parents: Final["list[Engine | Work]"] = []
-"""Never freed: a loop that is freed removes its sockets from the parent's epoll instance, which a fork shares."""
 
 
 class Engine:
@@ -41,6 +37,8 @@ class Engine:
         self._freed: queue.SimpleQueue[weakref.ref[Any]] = queue.SimpleQueue()
         self._on_freed: dict[weakref.ref[Any], Callable[[], object]] = {}
         self._watches_freed = False
+        self.running: set[Work] = set()
+        """The loop itself references its tasks weakly."""
         self.is_inherited = False
         """In a forked child, which has no such thread: nothing runs any more."""
         thread = threading.Thread(target=self.loop.run_forever, name="pannier", daemon=True)
@@ -49,6 +47,8 @@ class Engine:
         except RuntimeError:  # a limit of threads: the next use tries again
             self.loop.close()
             raise
+        # A loop that is freed removes its sockets from the parent's epoll instance, which a fork shares.
+        fork_hooks.keep(self)
 
     def call(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """Runs ``work()`` on the loop, and returns or raises what it does. Not on the loop itself.
@@ -149,7 +149,7 @@ class Work:
     def begin(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """On the loop."""
         self._task = self._engine.loop.create_task(work())
-        _running.add(self)
+        self._engine.running.add(self)
         self._task.add_done_callback(self._ended)
 
     def cancel(self) -> None:
@@ -161,7 +161,7 @@ class Work:
             self._task.cancel()
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
-        _running.discard(self)
+        self._engine.running.discard(self)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a task of the client failed", exc_info=error)
 
@@ -229,11 +229,7 @@ def _reset_in_child() -> None:
     global _lock, _engine
     if _engine is not None:
         _engine.is_inherited = True
-        _of_parents.append(_engine)
     _lock, _engine = threading.Lock(), None
-    # Not freed either.
-    _of_parents.extend(_running)
-    _running.clear()
 
 
-os.register_at_fork(after_in_child=_reset_in_child)
+fork_hooks.reset_in_child(_reset_in_child)

@@ -13,7 +13,6 @@ import _thread
 import contextvars
 import functools
 import logging
-import os
 import queue
 import threading
 import time
@@ -21,6 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, Generic, ParamSpec, TypeVar
+
+from pannier.client.fork_hooks import reset_in_child
 
 _log = logging.getLogger(__name__)
 
@@ -226,7 +227,7 @@ def _after_fork() -> None:
     _idle = queue.SimpleQueue()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+reset_in_child(_after_fork)
 
 
 def shielded(function: Callable[_P, _T]) -> Callable[_P, _T]:

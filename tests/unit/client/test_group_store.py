@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from pannier.client import engine as engine_module
 from pannier.client import machine
 from pannier.client.engine import engine
 from pannier.client.ranks import group_store
@@ -69,10 +68,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 def test_the_first_rank_to_come_decides_and_confirms_only_until_all_have_joined(
     store: Any,
 ) -> None:
-    before = set(engine_module._running)
+    before = set(engine().running)
     ranks = Ranks(store)
     assert len({ranks.join(rank, place) for rank, place in ((1, "a"), (0, "b"), (2, "a"))}) == 1
-    wait_until(lambda: engine_module._running <= before)
+    wait_until(lambda: engine().running <= before)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ operators. Logs on the engine's loop. Thread-safe.
 """
 
 import logging
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from pannier.client.engine import engine
+from pannier.client.fork_hooks import reset_in_child
 from pannier.client.process_group import process_rank
 from pannier.common import timeouts
 from pannier.common.message_json import duration
@@ -142,4 +142,4 @@ def _reset_in_child() -> None:
     _training.clear()
 
 
-os.register_at_fork(after_in_child=_reset_in_child)
+reset_in_child(_reset_in_child)

@@ -10,11 +10,11 @@ garbage collection, and a channel in it refuses to work.
 """
 
 import ctypes
+import functools
 import logging
 import os
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from pannier.client import fork_hooks
 from pannier.wire.addresses import channel_options, keepalive_options
 from pannier.wire.auth_token import Metadata, TokenFile
 from pannier.wire.errors import (
@@ -74,7 +75,10 @@ class SidecarChannel:
         self._calls: set[grpc.RpcContext] = set()
         self._closed = False
         self._inherited = False
-        _hook_forks(self)
+        _keep_grpc_running()
+        # Freeing it would run gRPC's code.
+        fork_hooks.keep(self)
+        fork_hooks.close_in_child(self, SidecarChannel._leave)
 
     @contextmanager
     def call(self, start: Callable[[grpc.Channel], Running]) -> Iterator[Running]:
@@ -172,6 +176,14 @@ class SidecarChannel:
                 f"PANNIER_ALLOW_UID={owner} if you trust that user"
             )
 
+    def _leave(self) -> None:
+        """In a forked child: ends what it inherited."""
+        global _forked_with_channels
+        _forked_with_channels = self._inherited = True
+        # A thread that doesn't exist here may hold it.
+        self._lock = threading.RLock()
+        _disconnect(self._peers)
+
 
 def _close_in_background(channel: grpc.Channel, address: str) -> None:
     # A hung server can hold close() for seconds.
@@ -181,48 +193,20 @@ def _close_in_background(channel: grpc.Channel, address: str) -> None:
         _log.debug("the channel to %s is left to the end of the process", address)
 
 
-_channels: "weakref.WeakSet[SidecarChannel]" = weakref.WeakSet()
-_kept_in_children: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _forked_with_channels = False
 """This process was forked from one that had channels."""
-_hooked = False
-_running: object = None
-"""A gRPC object, referenced so that gRPC's core keeps running between two channels."""
-_hooked_lock = threading.Lock()
 
 
-def keep_in_children(thing: Any) -> None:
-    """A forked child never frees ``thing``, which owns memory that isn't mapped there."""
-    _kept_in_children.add(thing)
+@functools.cache
+def _keep_grpc_running() -> object:
+    """A gRPC object, which the cache references.
 
-
-def _hook_forks(channel: SidecarChannel) -> None:
-    global _hooked, _running
-    with _hooked_lock:
-        _channels.add(channel)
-        if not _hooked:
-            _hooked = True
-            # gRPC shuts down in the background when its last object is freed, and a fork
-            # meanwhile hangs for ever. Closing the channel must not cause that.
-            _running = grpc.local_server_credentials()
-            keep_in_children(_running)
-            os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _after_fork_in_child() -> None:
-    global _forked_with_channels
-    _forked_with_channels = _forked_with_channels or len(_channels) > 0
-    peers: set[Peer] = set()
-    for channel in list(_channels):
-        peers |= channel._peers
-        channel._inherited = True
-        # Its locks may be held by threads that don't exist here, and freeing its
-        # channel would run gRPC code: it is leaked.
-        channel._lock = threading.RLock()
-        _leak(channel)
-    for thing in list(_kept_in_children):
-        _leak(thing)
-    _disconnect(peers)
+    gRPC shuts down in the background when its last object is freed, as by closing a channel, and a fork
+    meanwhile hangs for ever.
+    """
+    running = grpc.local_server_credentials()
+    fork_hooks.keep(running)
+    return running
 
 
 def _leak(thing: Any) -> None:

@@ -177,6 +177,7 @@ class Sender:
         def start(channel: grpc.Channel) -> Any:
             write: Any = channel.stream_stream(
                 "/pannier.v1.Sidecar/Write",
+                request_serializer=bytes,
                 response_deserializer=sidecar_pb2.WriteResponse.FromString,
             )
             return write(requests, metadata=self._channel.metadata())
