@@ -200,7 +200,7 @@ class Sender:
                         chunks = source.chunks(response.committed)
                     committed = response.committed
                     progress(committed)
-                    requests.put_chunks(chunks, committed + _AHEAD)
+                    requests.put_chunks(chunks, committed + _AHEAD, timer.renew)
             except grpc.RpcError as error:
                 if stop.is_set:
                     raise StoppedError from error
@@ -251,10 +251,17 @@ class _Requests:
             raise StopIteration
         return message
 
-    def put_chunks(self, chunks: Iterator[Chunk], until: int) -> None:
-        """Encodes and puts chunks up to that byte of the file, and ends after the last chunk."""
+    def put_chunks(self, chunks: Iterator[Chunk], until: int, on_put: Callable[[], object]) -> None:
+        """Encodes and puts chunks up to that byte of the file, and ends after the last chunk.
+
+        Args:
+            on_put: called after each chunk: gRPC has taken an earlier one.
+        """
         for chunk in chunks:
-            if not self.put(chunk_codec.encode(chunk)) or chunk.offset + chunk.size >= until:
+            if not self.put(chunk_codec.encode(chunk)):
+                return
+            on_put()
+            if chunk.offset + chunk.size >= until:
                 return
         self.end()
 
