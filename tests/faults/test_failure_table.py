@@ -128,7 +128,7 @@ ROWS = {
         "unit/coordinator/test_coordinator_saves.py::test_ranks_that_take_part_in_two_incarnations_are_named_at_once",
     ],
     "clocks of hosts differ": [
-        "unit/client/test_group_store.py::test_the_first_rank_to_come_decides_and_no_thread_is_left_once_all_have_joined",
+        "unit/client/test_group_store.py::test_the_first_rank_to_come_decides_and_confirms_only_until_all_have_joined",
     ],
     "the first rank stands still at the job's first save or load, on another machine than others": [
         "faults/test_starts.py::test_a_first_rank_that_stands_still_at_its_first_call_splits_no_job",
