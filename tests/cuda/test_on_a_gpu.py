@@ -21,9 +21,9 @@ from pannier.client.staging.arena import Arena
 from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.staging.device_copy import CopyBackend, DeviceCopies
 from pannier.client.staging.optimizer_guard import Guards
-from pannier.client.staging.stager import Staged, stage
+from pannier.client.staging.stager import Staged
 from pannier.wire.errors import InvalidRequestError
-from support.actors.staged import final_plan, plan
+from support.actors.staged import final_plan, plan, stage_by
 from support.processes.daemons import Daemons
 
 pytestmark = [
@@ -51,9 +51,8 @@ def copy_backend(refusal: str) -> CopyBackend:
 
 def staged_by(copies: DeviceCopies, state: dict[str, Any], pool: ArenaPool) -> tuple[Staged, Arena]:
     planning = plan(state)
-    final = final_plan(planning.message)
-    arena = pool.acquire([file.size for file in final.files])
-    return stage(planning, planning.finish(final), final, arena, copies), arena
+    staged = stage_by(planning, final_plan(planning.message), pool, copies)
+    return staged, staged.arena
 
 
 def warm(state: dict[str, Any], pool: ArenaPool, refusal: str = "") -> None:

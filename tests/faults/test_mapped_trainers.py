@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from pannier.client.staging.host_copy import TensorCopies
+from pannier.client.staging.host_copy import HostCopies
 from pannier.common.fault_points import VARIABLE
 from pannier.v1 import save_pb2
 from support.actors.lease_holder import mapped_files, spool_files
@@ -95,9 +95,9 @@ import os, signal, time
 from pathlib import Path
 import torch
 from pannier import client
-from pannier.client.staging.host_copy import TensorCopies
+from pannier.client.staging.host_copy import HostCopies
 
-copies = TensorCopies.run
+copies = HostCopies.run
 
 def run(self):
     if stops:
@@ -106,7 +106,7 @@ def run(self):
         print("wakes", flush=True)
     copies(self)
 
-TensorCopies.run = run
+HostCopies.run = run
 
 def save(step, **arguments):
     global stops
@@ -243,9 +243,9 @@ def test_children_of_a_dead_trainer_hold_none_of_its_files(
 def test_what_is_staged_when_the_sidecar_dies_is_streamed_to_the_next(
     daemons: Daemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies = TensorCopies.run
+    copies = HostCopies.run
 
-    def run(self: TensorCopies) -> None:
+    def run(self: HostCopies) -> None:
         copies(self)
         daemons.sidecar.restart()
 
@@ -253,7 +253,7 @@ def test_what_is_staged_when_the_sidecar_dies_is_streamed_to_the_next(
         client.save(state(1), checkpoint_id=str(tmp_path / "1"))
         target = str(tmp_path / "2")
         with monkeypatch.context() as patch:
-            patch.setattr(TensorCopies, "run", run)
+            patch.setattr(HostCopies, "run", run)
             handle = client.async_save(state(2), checkpoint_id=target)
         handle.result(BOUND_S)
         said = handle.status().transport

@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from pannier.client import exit_hooks, fork_hooks
 from pannier.client.config import Settings
+from pannier.client.engine import engine
 from pannier.client.handle import SaveHandle
 from pannier.client.identity import World
-from pannier.client.interrupts import aside, clean_up_after, shielded
+from pannier.client.interrupts import aside, shielded
 from pannier.client.messages import console, save_line, wait_log
 from pannier.client.options import checkpoint_path, reported_path
 from pannier.client.planning import stage_plan
@@ -209,7 +210,7 @@ class SaveFactory:
 
         # Runs ``drop`` even if a signal handler raises again during the clean-up below.
         frame = _Frame()
-        clean_up_after(frame, drop)
+        engine().when_freed(frame, drop)
         try:
             task = aside(begin)
             handle = task.handle

@@ -267,7 +267,7 @@ def without_torch_functions() -> AbstractContextManager[None]:
 
 
 def copy_all(
-    targets: list[torch.Tensor],
+    targets: list[torch.Tensor] | tuple[torch.Tensor, ...],
     sources: list[torch.Tensor] | tuple[torch.Tensor, ...],
     *,
     non_blocking: bool = False,

@@ -128,8 +128,8 @@ IN_FLIGHT_RECOUNT_S: Final = 1.0 * SCALE
 """Between two counts of the saves in flight: a save that is lost notifies no waiter."""
 COPY_POLL_S: Final = 0.01 * SCALE
 """Between two checks whether helper threads still copy, besides when one has ended."""
-LONGEST_TIMER_S: Final = 3600.0 * SCALE
-"""Far below what a condition can wait for; timers are checked again after it."""
+FREED_CHECK_S: Final = 1.0 * SCALE
+"""Between two checks whether a call was interrupted twice and has lost what it held."""
 
 # A save in the trainer's background
 

@@ -14,6 +14,8 @@ from pannier.client import torch_compat
 from pannier.client.planning.local_plan import PlannerRun, expand
 from pannier.client.staging.arena import Arena
 from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.device_copy import DeviceCopies
+from pannier.client.staging.layout import planned_layout
 from pannier.client.staging.stager import Staged, stage
 from pannier.v1 import plan_pb2
 from pannier.wire import file_layout, object_names, plan_columns
@@ -56,10 +58,21 @@ def final_plan(
     )
 
 
+def stage_by(
+    planning: PlannerRun,
+    final: plan_pb2.FinalPlan,
+    pool: ArenaPool,
+    devices: DeviceCopies | None = None,
+) -> Staged:
+    """Stages what the planner resolves; the arena is the caller's to release."""
+    layout = planned_layout(planning.items, final)
+    values = planning.finish(layout.positions)
+    return stage(layout, values, pool.acquire(layout.sizes), devices)
+
+
 def stage_all(planning: PlannerRun, pool: ArenaPool) -> tuple[Staged, Arena]:
-    final = final_plan(planning.message)
-    arena = pool.acquire([file.size for file in final.files])
-    return stage(planning, planning.finish(final), final, arena), arena
+    staged = stage_by(planning, final_plan(planning.message), pool)
+    return staged, staged.arena
 
 
 def write_files(directory: Path, staged: Staged) -> None:

@@ -23,10 +23,11 @@ from pannier.client import torch_compat
 from pannier.client.staging import device_copy
 from pannier.client.staging.arena import Arena
 from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.bounce_buffers import TensorCopy
 from pannier.client.staging.device_copy import DeviceCopies
-from pannier.client.staging.stager import Staged, stage
+from pannier.client.staging.stager import Staged
 from pannier.wire.errors import InvalidRequestError
-from support.actors.staged import final_plan, plan, write_checkpoint
+from support.actors.staged import final_plan, plan, stage_by, write_checkpoint
 from support.states.host_streams import CurrentDevice, FakeStream, fake_backend, host_as_device
 
 pytestmark = pytest.mark.filterwarnings(
@@ -57,9 +58,8 @@ def staged_by(
     copies: DeviceCopies, state: dict[str, Any], pool: ArenaPool, planner: Any = None
 ) -> tuple[Staged, Arena]:
     planning = plan(state, planner)
-    final = final_plan(planning.message)
-    arena = pool.acquire([file.size for file in final.files])
-    return stage(planning, planning.finish(final), final, arena, copies), arena
+    staged = stage_by(planning, final_plan(planning.message), pool, copies)
+    return staged, staged.arena
 
 
 def stored(staged: Staged) -> list[torch.Tensor]:
@@ -194,13 +194,11 @@ def test_a_growing_file_gets_what_was_queued_before_it_moved(
     state |= {"big": "y" * (4 * MIB), "c": torch.randn(3, 2).t()}
     copies = DeviceCopies(everything, fake_backend(stream))
     planning = plan(state, Looks())
-    final = final_plan(planning.message)
-    arena = pool.acquire([file.size for file in final.files])
-    staged = stage(planning, planning.finish(final), final, arena, copies)
+    staged = stage_by(planning, final_plan(planning.message), pool, copies)
     # Nothing there may be late: its place isn't known before.
     assert staged.deferred is None
     write_checkpoint(tmp_path, planning.message, planning.items, staged)
-    pool.release(arena)
+    pool.release(staged.arena)
     into = {"a": torch.zeros(5), "b": torch.zeros(400_000), "c": torch.zeros(2, 3)}
     dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
     assert all(torch.equal(into[key], state[key]) for key in into)
@@ -277,7 +275,7 @@ def test_one_file_that_cannot_be_pinned_is_reported_and_the_others_are_pinned(
     copies = DeviceCopies(everything, replace(fake_backend(stream), pin=pin))
     sources = [torch.randn(MIB), torch.randn(MIB)]
     for number in (first, 1 - first):
-        copies.add(sources[number], arena.files[number], 0)
+        copies.add(TensorCopy("", sources[number], arena.files[number], 0), sources[number])
     copies.run()
     copies.wait()
     deferred = copies.start_deferred()

@@ -21,11 +21,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from pannier.client import torch_compat
 from pannier.client.staging import archives
-from pannier.v1 import plan_pb2
 from pannier.wire import plan_codec, plan_columns
 from pannier.wire.errors import InvalidRequestError
 from pannier.wire.plan_columns import decode_column
-from support.actors.staged import final_plan, plan
+from support.actors.staged import plan
 from support.plan_messages import tables_of
 from support.states.contents import without_strides
 
@@ -168,7 +167,7 @@ def test_planners_are_set_up_by_their_signature_with_the_storage_meta() -> None:
 
 def test_finish_gives_the_planners_own_items_at_the_positions() -> None:
     planning = plan({"a": torch.ones(1), "b": torch.ones(2), "c": "text"})
-    items = planning.finish(final_plan(planning.message, [0, 2]))
+    items = planning.finish([0, 2]).items
     assert [item.index.fqn for item in items] == ["a", "c"]
     assert items[0] is planning.items[0]
     assert items[1] is planning.items[2]
@@ -185,7 +184,7 @@ class _CountsFinish(DefaultSavePlanner):
 def test_finish_plan_of_the_planner_is_called() -> None:
     planner = _CountsFinish()
     planning = plan({"a": torch.ones(1)}, planner)
-    planning.finish(final_plan(planning.message))
+    planning.finish(range(len(planning.items)))
     assert planner.finished is not None
     assert planner.finished.planner_data == {"a": ("a",)}
 
@@ -215,7 +214,7 @@ def test_a_planner_that_changes_its_items_at_the_end_is_refused(planner: SavePla
     with pytest.raises(
         InvalidRequestError, match=f"{type(planner).__name__} changes .*finish_plan"
     ):
-        planning.finish(final_plan(planning.message))
+        planning.finish(range(len(planning.items)))
 
 
 class _Transforms(DefaultSavePlanner):
@@ -322,8 +321,8 @@ def test_any_save_planner_is_taken_whose_plan_can_be_sent() -> None:
     planning = plan({"w": torch.arange(3)}, _Own())
     assert planning.message.options.custom_global_plan
     assert not planning.message.options.flatten_state_dict
-    (item,) = planning.finish(final_plan(planning.message))
-    assert torch.equal(planning.resolve(item), torch.arange(3))  # type: ignore[arg-type]
+    values = planning.finish([0])
+    assert torch.equal(values.resolve(0), torch.arange(3))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("planner", [DefaultLoadPlanner(), DefaultSavePlanner, "default"])
@@ -422,8 +421,8 @@ def test_sharded_tensors_are_planned_shard_by_shard(two_ranks: None) -> None:
     )
     planning = plan({"flat": tensor})
     assert decode_column(planning.message.body) == [16]
-    (item,) = planning.finish(final_plan(planning.message))
-    assert torch.equal(planning.resolve(item), torch.arange(4.0))  # type: ignore[arg-type]
+    values = planning.finish([0])
+    assert torch.equal(values.resolve(0), torch.arange(4.0))  # type: ignore[arg-type]
 
 
 class _Fails(DefaultSavePlanner):
@@ -492,7 +491,7 @@ def test_torchs_plan_cache_is_neither_read_nor_filled(tmp_path: Path) -> None:
     state = {"w": torch.ones(3)}
     for _ in range(3):
         planning = plan(state, planner)
-        assert len(planning.finish(final_plan(planning.message))) == 1
+        assert len(planning.finish([0]).items) == 1
     assert not any(CACHES)
     assert planner._enable_plan_caching is True
 
@@ -501,7 +500,7 @@ def test_torchs_plan_cache_is_neither_read_nor_filled(tmp_path: Path) -> None:
     assert any(filled)
     # The same name and shape with another dtype: torch's cache would describe float32.
     planning = plan({"w": torch.ones(3, dtype=torch.bfloat16)}, planner)
-    (item,) = planning.finish(final_plan(planning.message))
+    (item,) = planning.finish([0]).items
     assert item.tensor_data is not None
     assert item.tensor_data.properties.dtype is torch.bfloat16
     assert [dict(cache) for cache in CACHES] == filled
@@ -529,7 +528,7 @@ def test_the_cache_option_of_a_class_is_restored_as_it_was() -> None:
 
     planner = Always()
     planning = plan({"w": torch.ones(1)}, planner)
-    planning.finish(final_plan(planning.message))
+    planning.finish(range(len(planning.items)))
     assert not any(CACHES)
     assert "_enable_plan_caching" not in vars(planner)
     assert planner._enable_plan_caching is True
@@ -559,4 +558,4 @@ def test_a_store_without_a_process_group_is_an_error() -> None:
 def test_an_empty_state_is_a_plan_without_items() -> None:
     planning = plan({})
     assert planning.items == []
-    assert planning.finish(plan_pb2.FinalPlan()) == []
+    assert planning.finish([]).items == []

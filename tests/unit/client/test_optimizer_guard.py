@@ -10,6 +10,7 @@ import torch
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.bounce_buffers import TensorCopy
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.optimizer_guard import Guards
@@ -53,7 +54,8 @@ class Loop:
         self.arena = self.pool.acquire([len(state) << 20])
         self.shapes = {key: value.shape for key, value in state.items()}
         for number, (key, value) in enumerate(state.items()):
-            copies.add(value, self.arena.files[0], number << 20, name=key)
+            copy = TensorCopy(key, value.detach(), self.arena.files[0], number << 20)
+            copies.add(copy, value)
         copies.run()
         copies.wait()
         return copies.start_deferred()

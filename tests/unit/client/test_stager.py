@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from pannier.client.planning.local_plan import resolves_as_planned
 from pannier.client.staging import archives
-from pannier.client.staging.arena import Arena
 from pannier.client.staging.arena_pool import ArenaPool
-from pannier.client.staging.stager import Staged, stage, stage_external
+from pannier.client.staging.layout import own_layout, planned_layout
+from pannier.client.staging.stager import Staged, stage
+from pannier.client.staging.values import PlannerValues
 from pannier.client.torch_compat import AsyncCollectiveTensor
 from pannier.wire.errors import InvalidRequestError, PannierError
 from pannier.wire.plan_columns import decode_column
@@ -36,6 +37,7 @@ from support.actors.staged import (
     final_plan,
     plan,
     stage_all,
+    stage_by,
     write_checkpoint,
     write_files,
 )
@@ -358,13 +360,12 @@ def test_a_slot_whose_value_turns_out_otherwise_stays_empty(
     state = {"a": torch.randn(3, 4), "b": torch.randn(3, 4), "c": torch.randn(3, 4)}
     planning = plan(state, planner)
     final = final_plan(planning.message)
-    arena = pool.acquire([file.size for file in final.files])
 
     def transform(item: WriteItem, value: Any) -> Any:
         return changed(value) if item.index.fqn == "b" else value
 
     planner.transform_object = transform  # type: ignore[method-assign]
-    staged = stage(planning, planning.finish(final), final, arena)
+    staged = stage_by(planning, final, pool)
 
     (varying,) = staged.varying
     assert varying.position == 1
@@ -453,12 +454,10 @@ def test_each_written_item_is_resolved_exactly_once(pool: ArenaPool) -> None:
     planning = plan(
         {"a": torch.ones(3), "b": torch.ones(4), "c": "x", "d": torch.ones(())}, planner
     )
-    final = final_plan(planning.message, [0, 2, 3])
-    arena = pool.acquire([file.size for file in final.files])
-    staged = stage(planning, planning.finish(final), final, arena)
+    staged = stage_by(planning, final_plan(planning.message, [0, 2, 3]), pool)
     assert [id(item) for item in planner.resolved] == [id(planning.items[p]) for p in (0, 2, 3)]
     assert [varying.position for varying in staged.varying] == [0, 2, 3]
-    pool.release(arena)
+    pool.release(staged.arena)
 
 
 def test_each_item_with_a_slot_is_looked_up_once(
@@ -655,10 +654,8 @@ def test_a_wrong_final_plan_writes_nowhere(change: str, pool: ArenaPool) -> None
             offset[1] += 1 << 30
         else:
             length[0] -= 8
-    arena = pool.acquire([file.size for file in final.files])
     with pytest.raises(PannierError, match="final plan"):
-        stage(planning, planning.items, final, arena)
-    pool.release(arena)
+        planned_layout(planning.items, final)
 
 
 # What is left to others: several files, empty ranks, plans of torch's
@@ -678,11 +675,9 @@ def test_several_files_and_their_sizes(
 
 def test_a_rank_without_items_has_no_files(pool: ArenaPool) -> None:
     planning = plan({"a": torch.ones(4)})
-    final = final_plan(planning.message, [])
-    arena = pool.acquire([file.size for file in final.files])
-    staged = stage(planning, planning.finish(final), final, arena)
+    staged = stage_by(planning, final_plan(planning.message, []), pool)
     assert (staged.files, staged.varying, staged.bytes) == ([], [], 0)
-    pool.release(arena)
+    pool.release(staged.arena)
 
 
 @pytest.mark.parametrize("planner", [DefaultSavePlanner(), ToHalf()])
@@ -692,13 +687,8 @@ def test_an_external_plan_is_laid_out_here(
     _dirty(pool)
     state = {"a": torch.arange(5), "o": {"x": Note("n")}, "t": torch.randn(3, 4).t(), "e": 1}
     planning = plan(state, planner)
-    staged = stage_external(
-        planning.items,
-        planner.resolve_data,
-        4,
-        pool.acquire,
-        as_planned=resolves_as_planned(planner),
-    )
+    layout = own_layout(planning.items, 4, is_planned=resolves_as_planned(planner))
+    staged = stage(layout, PlannerValues(planning.items, planner), pool.acquire(layout.sizes))
     names = {placed.file for placed in staged.locations}
     assert names == {file.name for file in staged.files}
     assert all(name.startswith("4_") for name in names)
@@ -713,20 +703,35 @@ def test_an_external_plan_is_laid_out_here(
     assert (into["o"], into["e"]) == ({"x": Note("n")}, 1)
 
 
-def test_an_external_plan_that_fails_leaves_its_arena_to_the_caller(pool: ArenaPool) -> None:
-    planning = plan({"a": torch.ones(1 << 20)})
-    arenas = []
+def test_the_headers_of_an_external_plan_are_written_once(
+    pool: ArenaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = []
+    for value in (1.0, 2.0):
+        planner = DefaultSavePlanner()
+        planning = plan({"a": torch.full((3,), value), "o": value}, planner)
+        layout = own_layout(planning.items, 0, is_planned=True)
+        staged = stage(layout, PlannerValues(planning.items, planner), pool.acquire(layout.sizes))
+        saved.append(_stored(staged)[0])
+        pool.release(staged.arena)
+        monkeypatch.setattr("pannier.client.staging.layout._File._write_headers", None)
+    assert torch.equal(torch.stack(saved), torch.tensor([[1.0] * 3, [2.0] * 3]))
 
-    def fails(item: WriteItem) -> torch.Tensor:
-        raise ValueError("no")
 
-    def acquire(sizes: Sequence[int]) -> Arena:
-        arenas.append(pool.acquire(sizes))
-        return arenas[-1]
-
-    with pytest.raises(ValueError, match=r"no\n'a' can't be saved"):
-        stage_external(planning.items, fails, 0, acquire)
-    assert [region.size > 4 << 20 for region in arenas[0].files] == [True]
+def test_a_slot_that_stayed_empty_is_complete_in_the_next_save(
+    tmp_path: Path, pool: ArenaPool
+) -> None:
+    planner = DefaultSavePlanner()
+    planning = plan({"a": torch.randn(3, 4), "b": torch.randn(3, 4)}, planner)
+    layout = planned_layout(planning.items, final_plan(planning.message))
+    for transform in (lambda _, value: value.half(), lambda _, value: value):
+        planner.transform_object = transform  # type: ignore[method-assign]
+        values = planning.finish(layout.positions)
+        staged = stage(layout, values, pool.acquire(layout.sizes))
+        stored = _stored(staged)
+        pool.release(staged.arena)
+        assert [each.dtype for each in stored] == [values.resolve(0).dtype] * 2  # type: ignore[union-attr]
+    assert not staged.varying
 
 
 def test_dcp_and_we_store_the_same_values(tmp_path: Path, pool: ArenaPool) -> None:

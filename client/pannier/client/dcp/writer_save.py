@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from pannier.client import torch_compat
 from pannier.client.interrupts import aside
 from pannier.client.messages import save_line
-from pannier.client.planning.local_plan import bare, release, resolves_as_planned
+from pannier.client.planning.local_plan import bare, resolves_as_planned
 from pannier.client.staging import stager
 from pannier.client.staging.in_flight import InFlightSaves
+from pannier.client.staging.layout import own_layout
 from pannier.client.staging.stager import Staged
+from pannier.client.staging.values import PlannerValues
 from pannier.client.transport.save_errors import fail_request, in_doubt
 from pannier.client.transport.save_task import SaveTask
 from pannier.client.transport.saves_in_progress import SavesInProgress
@@ -280,19 +282,15 @@ class WriterSave:
             slot = self._slots.admit("wait", self._deadline.remaining())
             try:
                 task.planned(self._attempt, "")
-                staged = stager.stage_external(
-                    plan.items,
-                    planner.resolve_data,
-                    self.context.rank,
-                    lambda sizes: self._slots.stage(
-                        slot,
-                        lambda: self._sidecar.arena(pool, sizes),
-                        "wait",
-                        self._deadline.remaining(),
-                    ),
-                    as_planned=resolves_as_planned(planner),
+                is_planned = resolves_as_planned(planner)
+                layout = own_layout(plan.items, self.context.rank, is_planned=is_planned)
+                arena = self._slots.stage(
+                    slot,
+                    lambda: self._sidecar.arena(pool, layout.sizes),
+                    "wait",
+                    self._deadline.remaining(),
                 )
-                release(planner)
+                staged = stager.stage(layout, PlannerValues(plan.items, planner), arena)
                 staged = stager.add_extra_files(staged, self.context.rank, extra_files)
                 task.staged(staged)
             except BaseException:

@@ -1,14 +1,13 @@
 """One run of a planner on one state dict: DCP's local plan as a message, and back.
 
 In: a state dict, expanded, and a ``SavePlanner``. Out: the ``LocalPlan`` message for the
-coordinator and, given the final plan, the items this rank writes. What DCP can't store
+coordinator and, given the final plan, the values of the items this rank writes. What DCP can't store
 or Pannier can't honour is refused here, by key, before anything is staged. Not thread-safe.
 """
 
 import dataclasses
-import io
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
@@ -21,12 +20,13 @@ from torch.distributed.tensor import DTensor
 from pannier.client import torch_compat
 from pannier.client.planning.value_hashes import value_hashes
 from pannier.client.staging import archives
+from pannier.client.staging.values import PlannerValues
 from pannier.client.user_errors import located
 from pannier.client.xla import planners, runtime
 from pannier.v1 import plan_pb2
 from pannier.wire import plan_codec
 from pannier.wire.errors import InvalidRequestError
-from pannier.wire.plan_columns import decode_column, encode_column
+from pannier.wire.plan_columns import encode_column
 
 _RESOLUTION: Final = ("resolve_data", "lookup_object", "transform_object")
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -87,12 +87,12 @@ class PlannerRun:
         self.digest = plan_codec.plan_digest(self.message)
         """Hash of ``message``, hex."""
 
-    def finish(self, final: plan_pb2.FinalPlan) -> list[WriteItem]:
-        """This rank's own items at ``final.positions``, through the planner's ``finish_plan``.
+    def finish(self, positions: Sequence[int]) -> PlannerValues:
+        """The values of this rank's own items at these positions, after the planner's ``finish_plan``.
 
         Raises InvalidRequestError when the planner changes them; and whatever it raises.
         """
-        own = [self.items[position] for position in decode_column(final.positions)]
+        own = [self.items[position] for position in positions]
         plan = dataclasses.replace(self._plan, items=list(own))
         with torch_compat.without_plan_cache(self._planner):
             finished = self._call("finish_plan", lambda: self._runner.finish_plan(plan))
@@ -104,26 +104,14 @@ class PlannerRun:
                 f"planner {self._name} changes {what} in finish_plan, after all ranks' plans were made: "
                 "change it in create_local_plan"
             )
-        return items
-
-    def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The planner's value for one of its items. To be called once for each."""
-        return self._runner.resolve_data(item)
+        is_wrapped = self._runner is not self._planner
+        return PlannerValues(items, self._runner, runtime.COPY_DESCRIPTION if is_wrapped else "")
 
     def value_hashes(self, *, tensors: bool) -> dict[str, int]:
         """See :func:`pannier.client.planning.value_hashes.value_hashes`; of the state's values now."""
         if not resolves_as_planned(self._planner):
             return {}
         return value_hashes(self.items, self._planned_state({}), tensors=tensors)
-
-    def release(self) -> None:
-        """Frees what was fetched from devices; to be called once every item is resolved."""
-        release(self._runner)
-
-    @property
-    def copy_description(self) -> str:
-        """How values are copied from devices that Pannier doesn't copy from itself; empty: there are none."""
-        return "" if self._runner is self._planner else runtime.COPY_DESCRIPTION
 
     def _set_up(self, state: dict[str, Any], meta: StorageMeta, is_coordinator: bool) -> None:
         self._call(
@@ -195,8 +183,10 @@ class PlannerRun:
             message.mappings = mappings.SerializeToString(deterministic=True)
         slots = resolves_as_planned(planner)
         planned = [
-            archives.planned_archive(item)
-            if slots and _is_plain(values.get(item.index.fqn))
+            part.archive
+            if slots
+            and _is_plain(values.get(item.index.fqn))
+            and (part := archives.planned_part(item)) is not None
             else None
             for item in self.items
         ]
@@ -240,14 +230,6 @@ def resolves_as_planned(planner: SavePlanner) -> bool:
 def bare(planner: SavePlanner) -> SavePlanner:
     """The planner inside a wrapper for XLA tensors; any other planner itself."""
     return planner.planner if isinstance(planner, planners.SavePlanner) else planner
-
-
-def release(planner: SavePlanner) -> None:
-    """Frees what the planner fetched from devices; to be called once every item of its plan is resolved."""
-    if isinstance(planner, planners.SavePlanner | planners.UpstreamSavePlanner):
-        planner.release()
-    elif planners.is_save_planner(planner):
-        planners.UpstreamSavePlanner(planner).release()
 
 
 def _runner(planner: SavePlanner, state: Mapping[str, Any]) -> SavePlanner:

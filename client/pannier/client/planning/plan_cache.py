@@ -14,14 +14,16 @@ import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
+from pannier.client.planning.local_plan import PlannerRun
 from pannier.client.planning.state_fingerprint import StateFingerprint, fingerprint
-from pannier.client.staging.copy_plan import CopyPlan, make_copy_plan
+from pannier.client.staging.layout import planned_layout
+from pannier.client.staging.values import StateSlots, StateValues, state_slots
 from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import object_names
 
@@ -33,7 +35,8 @@ _METHODS: Final = (
     *("set_up_planner", "create_local_plan", "finish_plan"),
     *("resolve_data", "lookup_object", "transform_object"),
 )
-_OURS: Final = {name: getattr(DefaultSavePlanner, name) for name in _METHODS}
+_METHODS_OF: Final = attrgetter(*_METHODS)
+_OURS: Final = _METHODS_OF(DefaultSavePlanner)
 
 
 class PlanScope(NamedTuple):
@@ -55,13 +58,11 @@ def planner_options(planner: SavePlanner | None) -> PlannerOptions | None:
     """The planner's options; None for one that must be run: a subclass, patched, or not flattening."""
     if planner is None:
         planner = _DEFAULT
-    own = vars(planner)
     if (
         type(planner) is not DefaultSavePlanner
         or not planner.flatten_state_dict
-        or any(
-            name in own or getattr(DefaultSavePlanner, name) is not _OURS[name] for name in _OURS
-        )
+        or not vars(planner).keys().isdisjoint(_METHODS)
+        or _METHODS_OF(DefaultSavePlanner) != _OURS
     ):
         return None
     return PlannerOptions(
@@ -77,34 +78,29 @@ class CachedPlan:
 
     Args:
         scope: where it can be reused.
-        message: the local plan.
-        digest: its hash.
+        run: the run that made the local plan.
         final: the final plan for it, of an earlier save.
         checkpoint_id: of that save; empty: only the plan was made, so that no manifest has it.
 
-    Raises InvalidRequestError: the final plan's file names aren't those of its attempt.
+    Raises what :func:`pannier.client.staging.layout.planned_layout` raises.
     """
 
     def __init__(
         self,
         scope: PlanScope,
-        message: plan_pb2.LocalPlan,
-        digest: str,
+        run: PlannerRun,
         final: plan_pb2.FinalPlan,
         checkpoint_id: str = "",
     ) -> None:
         self.scope = scope
-        self.message = message
-        self.digest = digest
+        self.message = run.message
+        self.digest = run.digest
         self._source = (checkpoint_id, final.attempt if checkpoint_id else "")
         """Checkpoint and attempt of a save whose manifest has this part."""
-        self.sizes = [file.size for file in final.files]
-        """Bytes of each data file; 0 for the objects file."""
+        self.layout = planned_layout(run.items, final)
         self._final = final
         self._attempt = object_names.Attempt.parse(final.attempt)
-        self._states: list[tuple[PlannerOptions, StateFingerprint, CopyPlan]] = []
-        self.suffixes = object_names.data_suffixes(final.attempt, [f.name for f in final.files])
-        """Names of the data files, without the attempt's prefix."""
+        self._states: list[tuple[PlannerOptions, StateFingerprint, StateSlots]] = []
 
     @property
     def plan_id(self) -> str:
@@ -134,48 +130,35 @@ class CachedPlan:
         """Name of the attempt that is the group's ``number``-th save."""
         return dataclasses.replace(self._attempt, number=number).name
 
-    def final_plan(self, number: int) -> plan_pb2.FinalPlan:
-        """The final plan for the group's ``number``-th save."""
-        plan = plan_pb2.FinalPlan()
-        plan.CopyFrom(self._final)
-        plan.attempt = self.attempt(number)
-        for file, suffix in zip(plan.files, self.suffixes, strict=True):
-            file.name = object_names.data_prefix(plan.attempt) + suffix
-        return plan
-
     def equals(self, final: plan_pb2.FinalPlan, number: int) -> bool:
         """Whether ``final`` is this part for the ``number``-th save."""
         return (final.part, final.attempt) == (self._final.part, self.attempt(number))
 
     def add_state(
         self, options: PlannerOptions, state: Mapping[str, Any], items: Sequence[WriteItem]
-    ) -> None:
-        """Lets states like ``state``, for which ``items`` were planned, match this plan."""
+    ) -> StateValues | None:
+        """Lets states like ``state``, for which ``items`` were planned, match this plan; returns its values.
+
+        None: it has no fingerprint, or some values need more than a copy.
+        """
         known = fingerprint(state)
         values = known.values(state) if known is not None else None
-        if known is None or values is None:
-            return
-        copies = make_copy_plan(known.fqns, values, items, self._final)
-        if copies is not None:
-            self._states = [(options, known, copies), *self._states[: _MOST_STATES - 1]]
+        if known is None or values is None or [item.index.fqn for item in items] != known.fqns:
+            return None
+        slots = state_slots(self.layout, known.fqns, values)
+        if slots is None:
+            return None
+        self._states = [(options, known, slots), *self._states[: _MOST_STATES - 1]]
+        return StateValues(slots, values)
 
-    def match(self, options: PlannerOptions, state: Mapping[str, Any]) -> "Match | None":
-        """How to stage ``state`` by this plan; None when no state of its structure was added."""
-        for planned_with, known, copies in self._states:
+    def match(self, options: PlannerOptions | None, state: Mapping[str, Any]) -> StateValues | None:
+        """The values of ``state``; None when no state of its structure was added."""
+        for planned_with, known, slots in self._states:
             if planned_with == options:
                 values = known.values(state)
                 if values is not None:
-                    return Match(self, copies, values)
+                    return StateValues(slots, values)
         return None
-
-
-@dataclass(frozen=True)
-class Match:
-    """A cached plan that fits a state dict."""
-
-    plan: CachedPlan
-    copy_plan: CopyPlan
-    values: list[Any]
 
 
 class PlanCache:
@@ -185,17 +168,13 @@ class PlanCache:
         self._lock = threading.Lock()
         self._plans: OrderedDict[PlanScope, CachedPlan] = OrderedDict()
 
-    def match(
-        self, scope: PlanScope, options: PlannerOptions | None, state: Mapping[str, Any]
-    ) -> Match | None:
-        """The part for a state whose planner needn't be run, and the state's values."""
-        plan = None if options is None else self._last(scope)
-        return None if plan is None or options is None else plan.match(options, state)
-
-    def find(self, scope: PlanScope, digest: str) -> CachedPlan | None:
-        """The part for the local plan with this digest."""
-        plan = self._last(scope)
-        return plan if plan is not None and plan.digest == digest else None
+    def last(self, scope: PlanScope) -> CachedPlan | None:
+        """The part of the scope's last save."""
+        with self._lock:
+            plan = self._plans.get(scope)
+            if plan is not None:
+                self._plans.move_to_end(scope)
+            return plan
 
     def add(self, plan: CachedPlan) -> None:
         """Caches a part, as that of the last save."""
@@ -219,10 +198,3 @@ class PlanCache:
         """Drops all parts."""
         with self._lock:
             self._plans.clear()
-
-    def _last(self, scope: PlanScope) -> CachedPlan | None:
-        with self._lock:
-            plan = self._plans.get(scope)
-            if plan is not None:
-                self._plans.move_to_end(scope)
-            return plan

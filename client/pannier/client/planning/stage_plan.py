@@ -1,6 +1,6 @@
 """The plan by which one save of this rank is staged: that of the last one, or a new one from the coordinator.
 
-In: a state dict and a planner. Out: the sizes of the data files, and a function that stages into
+In: a state dict and a planner. Out: the layout of the data files, and the values that are staged into
 them. Also plans and reserves memory before training starts. Runs on the caller's thread.
 """
 
@@ -13,9 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from pannier.client.planning.local_plan import PlannerRun, expand
 from pannier.client.planning.plan_cache import (
     CachedPlan,
-    Match,
     PlanCache,
-    PlannerOptions,
     PlanScope,
     planner_options,
 )
@@ -23,6 +21,7 @@ from pannier.client.staging import device_copy, stager
 from pannier.client.staging.arena import Arena
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.stager import Staged
+from pannier.client.staging.values import PlannerValues, StateValues
 from pannier.v1 import plan_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import BusyError
@@ -63,15 +62,25 @@ class StagePlan:
     """How one save is staged."""
 
     attempt: str
-    plan_id: str
-    sizes: list[int]
-    """Bytes of each data file, in order; 0 for the objects file."""
-    stage: Callable[[Arena, DeviceCopies | None], Staged]
-    """Copies the state into an arena of these sizes; see :func:`pannier.client.staging.stager.stage`."""
     part: CachedPlan
     """This rank's part of the plan."""
+    values: StateValues | PlannerValues
     is_confirmed: bool
     """False: the part is that of an earlier save, and the coordinator has yet to confirm it."""
+
+    @property
+    def plan_id(self) -> str:
+        """Id of the global plan that the part was first made for."""
+        return self.part.plan_id
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each data file, in order; 0 for the objects file."""
+        return self.part.layout.sizes
+
+    def stage(self, arena: Arena, devices: DeviceCopies | None) -> Staged:
+        """Copies the state into an arena of these sizes; see :func:`pannier.client.staging.stager.stage`."""
+        return stager.stage(self.part.layout, self.values, arena, devices)
 
 
 def save_spec(
@@ -108,32 +117,23 @@ def resolve_plan(plans: PlanCache, spec: SaveSpec, request_plan: RequestPlan) ->
         PannierError: whatever ``request_plan`` raises.
     """
     options = planner_options(spec.planner)
-    match = plans.match(spec.scope, options, spec.state)
-    if match is not None:
-        return _stage_by_copies(match, spec)
-    run = spec.run_planner()
-    known = plans.find(spec.scope, run.digest)
-    if known is None:
-        # Without the answer it isn't known what the others take for this rank's part.
-        plans.drop(spec.scope)
-    final = request_plan(run) if known is None else known.final_plan(spec.number)
-    items = run.finish(final)
-    cached = known or CachedPlan(
-        spec.scope, run.message, run.digest, final, checkpoint_id=spec.checkpoint_id
-    )
-    _cache_plan(plans, spec, run, cached, options)
-    match = _match(cached, options, spec)
-    if match is not None:
-        # Staged by the copy plan, as all later saves are, though this save ran the planner.
-        return replace(_stage_by_copies(match, spec), is_confirmed=known is None)
-    return StagePlan(
-        attempt=final.attempt,
-        plan_id=final.plan_id,
-        sizes=[file.size for file in final.files],
-        stage=lambda arena, devices: stager.stage(run, items, final, arena, devices),
-        part=cached,
-        is_confirmed=known is None,
-    )
+    part, is_confirmed = plans.last(spec.scope), False
+    values: StateValues | PlannerValues | None = None
+    if part is not None:
+        values = part.match(options, spec.state)
+    if part is None or values is None:
+        run = spec.run_planner()
+        if part is None or part.digest != run.digest:
+            # Without the answer it isn't known what the others take for this rank's part.
+            plans.drop(spec.scope)
+            part = CachedPlan(spec.scope, run, request_plan(run), spec.checkpoint_id)
+            is_confirmed = True
+        values = run.finish(part.layout.positions)
+        if options is not None:
+            # Staged without the planner, as all later saves are, though this save ran it.
+            values = part.add_state(options, spec.state, run.items) or values
+        plans.add(part)
+    return StagePlan(part.attempt(spec.number), part, values, is_confirmed)
 
 
 def prepare(
@@ -159,58 +159,23 @@ def prepare(
         SaveAbortedError: another rank can't take part; with failures by rank.
         PannierError: there is no memory, or a rank or daemon doesn't answer.
     """
-    run = spec.run_planner()
+    spec = replace(spec, run=spec.run_planner())
     plans.drop(spec.scope)
-    final = request_plan(run)
-    run.finish(final)
-    options = planner_options(spec.planner)
-    cached = CachedPlan(spec.scope, run.message, run.digest, final)
-    _cache_plan(plans, spec, run, cached, options)
-    match = _match(cached, options, spec)
+    plan = resolve_plan(plans, spec, request_plan)
+    plan.part.confirm("", "")  # No manifest has it.
     held: list[Arena] = []
     try:
         for _ in range(arenas):
             try:
-                arena = acquire([file.size for file in final.files])
+                arena = acquire(plan.sizes)
             except BusyError:
                 if not held:
                     raise
                 break  # Saves will wait for each other's.
             held.append(arena)
-            if match is not None:
-                match.copy_plan.write_headers(arena)
+            layout = plan.part.layout
+            layout.close(arena, layout.open(arena))
             device_copy.prepare_arena(arena, spec.state)
     finally:
         for arena in held:
             release(arena)
-
-
-def _cache_plan(
-    plans: PlanCache,
-    spec: SaveSpec,
-    run: PlannerRun,
-    plan: CachedPlan,
-    options: PlannerOptions | None,
-) -> None:
-    """Caches a plan as the one for the spec's state."""
-    if options is not None:
-        plan.add_state(options, spec.state, run.items)
-    plans.add(plan)
-
-
-def _match(plan: CachedPlan, options: PlannerOptions | None, spec: SaveSpec) -> Match | None:
-    return None if options is None else plan.match(options, spec.state)
-
-
-def _stage_by_copies(match: Match, spec: SaveSpec) -> StagePlan:
-    plan = match.plan
-    return StagePlan(
-        attempt=plan.attempt(spec.number),
-        plan_id=plan.plan_id,
-        sizes=plan.sizes,
-        stage=lambda arena, devices: match.copy_plan.stage(
-            match.values, arena, plan.suffixes, devices
-        ),
-        part=plan,
-        is_confirmed=False,
-    )

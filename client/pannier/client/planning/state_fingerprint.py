@@ -100,7 +100,7 @@ class StateFingerprint:
         leaves: list[Any] = []
         if torch_compat.uses_old_flattening() or not self._root.collect(state, leaves):
             return None
-        if not all(map(_is_object, (leaves[i] for i in self._objects))):
+        if not all(map(_is_object, map(leaves.__getitem__, self._objects))):
             return None
         if not self._shards.match(leaves) or not self._xla.match(leaves):
             return None
@@ -141,13 +141,17 @@ class _ShardFacts:
         self._sharded_facts = [torch_compat.sharded_facts(leaves[i]) for i in self.sharded]
 
     def match(self, leaves: list[Any]) -> bool:
+        if self.positions and not self._match_distributed(leaves):
+            return False
+        return self._described == _described_shards(leaves, self._plain)
+
+    def _match_distributed(self, leaves: list[Any]) -> bool:
         # With gradients disabled, a DTensor's local part doesn't require one.
         if self.dtensors and self._grad != torch.is_grad_enabled():
             return False
         return (
             self._dtensor_facts == torch_compat.dtensor_facts([leaves[i] for i in self.dtensors])
             and self._sharded_facts == [torch_compat.sharded_facts(leaves[i]) for i in self.sharded]
-            and self._described == _described_shards(leaves, self._plain)
             and not self._describe_themselves(leaves)
         )
 
@@ -331,7 +335,12 @@ def _is_object(value: Any) -> bool:
 
 
 def _have_own_methods(tensors: list[torch.Tensor]) -> bool:
-    return any(any(map(hasattr, tensors, repeat(name))) for name in _OWN_METHODS)
+    one, two, three = _OWN_METHODS
+    return (
+        any(map(hasattr, tensors, repeat(one)))
+        or any(map(hasattr, tensors, repeat(two)))
+        or any(map(hasattr, tensors, repeat(three)))
+    )
 
 
 def _is_terminal(values: list[Any]) -> bool:

@@ -10,17 +10,14 @@ of an optimizer's settings never change. Thread-safe.
 import io
 import math
 import mmap
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO, Any, Final, cast
-from weakref import WeakKeyDictionary
+from typing import IO, Any, Final, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from pannier.client.staging.arena import FileBuffer, MemoryMapping
 from pannier.client.xla.shard_tensors import on_host
 
 _NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -86,14 +83,30 @@ def archive(dtype: torch.dtype, shape: Sequence[int]) -> Archive:
     return Archive(head, body, tail)
 
 
-def planned_archive(item: WriteItem) -> Archive | None:
-    """The archive of an item that matches its plan; None if the planned item has no archive template."""
+class Part(NamedTuple):
+    """The part of a tensor that an item stores, by its plan."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    size: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    @property
+    def archive(self) -> Archive:
+        """What is stored for it."""
+        return archive(self.dtype, self.shape)
+
+
+def planned_part(item: WriteItem) -> Part | None:
+    """What an item stores; None if archives of its dtype have no template, or it is no tensor."""
     data = item.tensor_data
     if item.type is WriteItemType.BYTE_IO or data is None:
         return None
     if data.properties.dtype not in DTYPES:
         return None
-    return archive(data.properties.dtype, tuple(data.chunk.sizes))
+    shape, offsets = tuple(data.chunk.sizes), tuple(data.chunk.offsets)
+    return Part(data.properties.dtype, shape, offsets, tuple(data.size))
 
 
 def _hollow(dtype: torch.dtype, shape: Sequence[int], nbytes: int) -> torch.Tensor:
@@ -194,38 +207,3 @@ def unknown_globals(archive: bytes | memoryview) -> list[str]:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive)))
     except Exception:  # noqa: BLE001 - the bytes may be anything
         return []
-
-
-# The headers that an earlier save left in a buffer, as long as nothing else was written there: a writer takes
-# them away before it writes, and puts them back once all bytes are in place. Thread-safe.
-
-
-@dataclass(frozen=True)
-class CachedHeaders:
-    """The headers of one buffer."""
-
-    layout: object
-    """The file layout that they belong to."""
-    views: list[torch.Tensor]
-    """The raw bytes of each archive, as tensors. They don't keep the memory mapped: the arena does."""
-    small_views: list[torch.Tensor]
-    """Those of :attr:`views` that one call fills."""
-
-
-_lock = threading.Lock()
-_cached: WeakKeyDictionary[MemoryMapping, CachedHeaders] = WeakKeyDictionary()
-
-
-def take_headers(buffer: FileBuffer) -> CachedHeaders | None:
-    """Removes the buffer's headers from the cache and returns them; None: they must be written."""
-    if buffer.mapping is None:
-        return None
-    with _lock:
-        return _cached.pop(buffer.mapping, None)
-
-
-def put_headers(buffer: FileBuffer, headers: CachedHeaders) -> None:
-    """Caches the headers that the buffer holds."""
-    if buffer.mapping is not None:
-        with _lock:
-            _cached[buffer.mapping] = headers

@@ -20,37 +20,27 @@ from pannier.client.staging.pinned_memory import PinnedBuffer, PinnedBufferPool
 
 
 class TensorCopy(NamedTuple):
-    """A tensor to be copied."""
+    """A tensor with elements to be copied, row-major."""
 
     name: str
     """Its key in the state, for errors."""
     tensor: torch.Tensor
-    """Detached."""
+    """Plain, detached."""
     target: FileBuffer | SpillBuffer
     offset: int
     """Of its first byte in ``target``."""
     view: torch.Tensor | None = None
     """The target as a tensor, if there is one."""
 
-
-class DirectCopy(NamedTuple):
-    """A copy to pinned memory."""
-
-    stream: SideStream
-    source: torch.Tensor
-    address: int
-    """Of its first byte in host memory."""
-    view: torch.Tensor | None = None
-    """The target as a tensor like the source, if there is one."""
-
-
-class CopyOut(NamedTuple):
-    """Where bytes of a bounce buffer are copied to."""
-
-    target: FileBuffer | SpillBuffer
-    offset: int
-    size: int
-    """Bytes."""
+    def target_view(self) -> torch.Tensor:
+        """The target as a tensor. It doesn't keep the memory from being unmapped."""
+        if self.view is not None:
+            return self.view
+        tensor = self.tensor
+        memory = (ctypes.c_char * tensor.nbytes).from_address(self.target.address + self.offset)
+        with torch.inference_mode(False):
+            view = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel())
+        return view.view(tensor.shape)
 
 
 @dataclass
@@ -58,19 +48,23 @@ class BouncedCopy:
     """Tensors that are packed into one bounce buffer."""
 
     stream: SideStream
-    sources: list[torch.Tensor] = field(default_factory=list)
-    """Of one dtype."""
-    copy_outs: list[CopyOut] = field(default_factory=list)
-    """One per source, in the order in which they are packed."""
+    copies: list[TensorCopy] = field(default_factory=list)
+    """Of one dtype, in the order in which they are packed."""
     size: int = 0
     """Bytes."""
 
     def add(self, copy: TensorCopy) -> None:
         """Appends a tensor."""
-        size = copy.tensor.nbytes
-        self.sources.append(copy.tensor)
-        self.copy_outs.append(CopyOut(copy.target, copy.offset, size))
-        self.size += size
+        self.copies.append(copy)
+        self.size += copy.tensor.nbytes
+
+
+DirectCopies = dict[SideStream, list[TensorCopy]]
+"""Copies to pinned memory, by stream."""
+
+
+_Target = tuple[FileBuffer | SpillBuffer, int, int]
+"""Memory that bytes of a bounce buffer are copied to; offset and size."""
 
 
 class BounceQueue:
@@ -78,7 +72,7 @@ class BounceQueue:
 
     def __init__(self, pool: PinnedBufferPool) -> None:
         self._pool = pool
-        self._under_way: deque[tuple[DeviceEvent, PinnedBuffer, list[CopyOut]]] = deque()
+        self._under_way: deque[tuple[DeviceEvent, PinnedBuffer, list[_Target]]] = deque()
 
     def put(self, copy: BouncedCopy, *, wait: bool = True) -> bool:
         """Queues a copy; False when no buffer is free and ``wait`` is False."""
@@ -93,9 +87,12 @@ class BounceQueue:
             buffer = self._pool.acquire(wait=True)
         assert buffer is not None
         try:
-            copy.stream.copy([buffer.memory[: copy.size]], [copy.stream.pack(copy.sources)])
+            packed = copy.stream.pack([each.tensor for each in copy.copies])
+            copy.stream.copy([buffer.memory[: copy.size]], [packed])
         finally:
-            self._under_way.append((copy.stream.record_event(), buffer, copy.copy_outs))
+            # Without the tensors, which needn't live as long.
+            targets = [(each.target, each.offset, each.tensor.nbytes) for each in copy.copies]
+            self._under_way.append((copy.stream.record_event(), buffer, targets))
         return True
 
     def finish_all(self) -> None:
@@ -113,10 +110,10 @@ class BounceQueue:
                 self._pool.release(buffer)
 
     def _finish_oldest(self) -> None:
-        event, buffer, copy_outs = self._under_way[0]
+        event, buffer, targets = self._under_way[0]
         event.synchronize()
         source = buffer.address
-        for target, offset, size in copy_outs:
+        for target, offset, size in targets:
             # Releases the GIL.
             ctypes.memmove(target.address + offset, source, size)
             source += size
@@ -124,36 +121,15 @@ class BounceQueue:
         self._pool.release(buffer)
 
 
-def streams_of(direct: Iterable[DirectCopy], bounced: Iterable[BouncedCopy]) -> list[SideStream]:
+def streams_of(direct: DirectCopies, bounced: Iterable[BouncedCopy]) -> list[SideStream]:
     """The streams of these copies, each once."""
-    used = dict.fromkeys(copy.stream for copy in direct)
-    return list(used | dict.fromkeys(copy.stream for copy in bounced))
+    return list(dict.fromkeys([*direct, *(copy.stream for copy in bounced)]))
 
 
-def start_direct_copies(copies: Iterable[DirectCopy]) -> None:
-    """Queues copies on their streams, with one call for each."""
-    by_stream: dict[SideStream, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for copy in copies:
-        targets, sources = by_stream.setdefault(copy.stream, ([], []))
-        targets.append(_target_view(copy) if copy.view is None else copy.view)
-        sources.append(copy.source)
-    for stream, (targets, sources) in by_stream.items():
-        stream.copy(targets, sources)
-
-
-def _target_view(copy: DirectCopy) -> torch.Tensor:
-    source = copy.source
-    # By address: a view of the memory would keep it from being unmapped.
-    memory = (ctypes.c_char * source.nbytes).from_address(copy.address)
-    with torch.inference_mode(False):
-        view = torch.frombuffer(memory, dtype=source.dtype, count=source.numel())
-    return view.view(source.shape)
-
-
-def as_direct_copies(copy: BouncedCopy) -> Iterator[DirectCopy]:
-    """The same copies without a bounce buffer, for pinned targets."""
-    for source, copy_out in zip(copy.sources, copy.copy_outs, strict=True):
-        yield DirectCopy(copy.stream, source, copy_out.target.address + copy_out.offset)
+def start_direct_copies(direct: DirectCopies) -> None:
+    """Queues copies on their streams, with one call for each stream."""
+    for stream, copies in direct.items():
+        stream.copy([copy.target_view() for copy in copies], [copy.tensor for copy in copies])
 
 
 def split_copy(copy: TensorCopy, limit: int | None) -> Iterator[TensorCopy]:

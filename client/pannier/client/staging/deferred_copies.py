@@ -14,9 +14,8 @@ from pannier.client.interrupts import Event
 from pannier.client.staging.bounce_buffers import (
     BouncedCopy,
     BounceQueue,
-    DirectCopy,
+    DirectCopies,
     TensorCopy,
-    as_direct_copies,
     start_direct_copies,
     streams_of,
 )
@@ -34,7 +33,7 @@ class DeferredCopies:
     def __init__(
         self,
         copies: Sequence[TensorCopy],
-        direct: Sequence[DirectCopy],
+        direct: DirectCopies,
         bounced: Sequence[BouncedCopy],
         bounce_queue: BounceQueue,
         *,
@@ -62,7 +61,8 @@ class DeferredCopies:
             if copy_description == "pinned":
                 # No bounce buffer is free: many small copies now are better than one later.
                 while self._not_queued:
-                    start_direct_copies(as_direct_copies(self._not_queued.popleft()))
+                    pack = self._not_queued.popleft()
+                    start_direct_copies({pack.stream: pack.copies})
             if not self._not_queued:
                 self._record_events()
         except BaseException:

@@ -19,7 +19,7 @@ from pannier.client.staging.arena import Arena, FileBuffer, SpillBuffer
 from pannier.client.staging.bounce_buffers import (
     BouncedCopy,
     BounceQueue,
-    DirectCopy,
+    DirectCopies,
     TensorCopy,
     split_copy,
     start_direct_copies,
@@ -81,37 +81,19 @@ class DeviceCopies:
         self.copy_description = ""
         """How bytes were copied, human-readable: ``pinned`` or ``bounced: <reason>``; empty: none."""
 
-    def add(
-        self,
-        tensor: torch.Tensor,
-        target: FileBuffer | SpillBuffer,
-        offset: int,
-        *,
-        name: str = "",
-        value: torch.Tensor | None = None,
-        view: torch.Tensor | None = None,
-    ) -> None:
-        """Adds a copy of a plain tensor with elements.
-
-        Args:
-            tensor: the source.
-            target: the memory to copy to.
-            offset: of its first byte in ``target``.
-            name: for errors.
-            value: the tensor that ``tensor`` was detached from.
-            view: the target as a tensor, by address, if there is one.
-        """
-        copy = TensorCopy(name, tensor.detach(), target, offset, view)
-        if self._may_defer is not None and isinstance(target, FileBuffer):
-            if self._may_defer(tensor if value is None else value):
+    def add(self, copy: TensorCopy, value: torch.Tensor) -> None:
+        """Adds a copy. ``value``: the tensor of the state that it copies, not detached."""
+        size = copy.tensor.nbytes
+        if self._may_defer is not None and isinstance(copy.target, FileBuffer):
+            if self._may_defer(value):
                 self._deferred.append(copy)
                 return
-            if self._snapshot_bytes + tensor.nbytes <= SNAPSHOT_BYTES:
+            if self._snapshot_bytes + size <= SNAPSHOT_BYTES:
                 self._to_snapshot.append(copy)
-                self._snapshot_bytes += tensor.nbytes
+                self._snapshot_bytes += size
                 return
         self._gathered.append(copy)
-        self._gathered_bytes += tensor.nbytes
+        self._gathered_bytes += size
         if self._gathered_bytes >= _BATCH:
             self._queue_gathered()
 
@@ -182,9 +164,9 @@ class DeviceCopies:
             event.synchronize()
         self._held.popleft()
 
-    def _split(self, copies: Iterable[TensorCopy]) -> tuple[list[DirectCopy], list[BouncedCopy]]:
+    def _split(self, copies: Iterable[TensorCopy]) -> tuple[DirectCopies, list[BouncedCopy]]:
         """Splits large copies and packs small ones."""
-        direct: list[DirectCopy] = []
+        direct: DirectCopies = {}
         bounced: list[BouncedCopy] = []
         packs: dict[tuple[SideStream, torch.dtype], BouncedCopy] = {}
         for copy in copies:
@@ -199,12 +181,7 @@ class DeviceCopies:
                     bounced.append(pack)
                 pack.add(copy)
             elif is_pinned:
-                direct += [
-                    DirectCopy(
-                        stream, piece.tensor, piece.target.address + piece.offset, piece.view
-                    )
-                    for piece in split_copy(copy, None)
-                ]
+                direct.setdefault(stream, []).extend(split_copy(copy, None))
             else:
                 for piece in split_copy(copy, self._backend.pool.buffer_bytes):
                     single = BouncedCopy(stream)

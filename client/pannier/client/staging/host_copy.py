@@ -1,10 +1,8 @@
-"""Copies of plain tensors, on any device, into host memory.
+"""Large copies between host addresses.
 
-In: plain tensors and their offsets in the arena. Out: the bytes there, row-major, once
-:meth:`TensorCopies.wait` returns; except for deferred copies. Copies between host addresses are
-gathered and shared by several threads, since two cores copy about twice as fast as one, and torch's
-own threads belong to the training loop. Copies from devices with streams are made by
-:mod:`pannier.client.staging.device_copy`.
+In: addresses and sizes. Out: the bytes there, once :meth:`HostCopies.run` returns. The copies are gathered and
+shared by several threads, since two cores copy about twice as fast as one, and torch's own threads belong to
+the training loop.
 """
 
 import _thread
@@ -17,17 +15,11 @@ from typing import Final
 
 import torch
 
-from pannier.client.staging import device_stream
-from pannier.client.staging.arena import FileBuffer, SpillBuffer
-from pannier.client.staging.deferred_copies import DeferredCopies
-from pannier.client.staging.device_copy import DeviceCopies
 from pannier.common import timeouts
 from pannier.wire.errors import InvalidRequestError
 
 LARGE: Final = 256 << 10
 """Bytes; copies of at least this size are gathered and shared by threads."""
-_HELD: Final = 256 << 20
-"""Gathered sources of more bytes are copied at once: a planner may have allocated them for the save."""
 _PIECE: Final = 8 << 20
 """A copy up to this size is made by one thread. Larger ones are cut into pieces as large as the
 balance between threads allows: above a threshold (glibc.cpu.x86_non_temporal_threshold) the C
@@ -138,104 +130,3 @@ def check_storage(tensor: torch.Tensor, name: str) -> None:
         return
     was = f"cut to {held} bytes, of which it needs {needed}" if held else "freed (resized to 0)"
     raise InvalidRequestError(f"{name!r} can't be saved: its storage was {was}")
-
-
-class TensorCopies:
-    """The tensor copies of one save. Not thread-safe.
-
-    Args:
-        devices: makes the copies from devices. Default: none of them is deferred.
-    """
-
-    def __init__(self, devices: DeviceCopies | None = None) -> None:
-        self._host_copies = HostCopies()
-        self._devices = devices or DeviceCopies()
-
-    def copy(
-        self,
-        tensor: torch.Tensor,
-        target: FileBuffer | SpillBuffer,
-        offset: int,
-        *,
-        name: str = "",
-        value: torch.Tensor | None = None,
-    ) -> None:
-        """Copies a plain tensor's elements, row-major; releases the GIL.
-
-        Args:
-            tensor: the source.
-            target: the memory to copy to.
-            offset: of its first byte in ``target``.
-            name: for errors.
-            value: the tensor that ``tensor`` was detached from.
-
-        Raises InvalidRequestError: its storage was freed or cut.
-        """
-        if not tensor.numel() or self._gather(tensor, target, offset, name, value=value):
-            return
-        view = torch.frombuffer(
-            target.memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset
-        )
-        view.view(tensor.shape).copy_(tensor)
-
-    def copy_to_view(
-        self,
-        tensor: torch.Tensor,
-        view: torch.Tensor,
-        buffer: FileBuffer,
-        offset: int,
-        name: str = "",
-    ) -> None:
-        """As :meth:`copy`, for a tensor with elements and a view of the buffer's memory."""
-        if not self._gather(tensor, buffer, offset, name, view=view):
-            view.copy_(tensor)
-
-    def run(self) -> None:
-        """Makes the gathered copies."""
-        self._devices.run()
-        self._host_copies.run()
-
-    def limit_held(self) -> None:
-        """Makes the gathered copies between host addresses if their sources hold much memory."""
-        if self._host_copies.bytes > _HELD:
-            self._host_copies.run()
-
-    def wait(self) -> None:
-        """Returns when no device writes any more. Drops gathered copies that were not made."""
-        self._devices.wait()
-
-    @property
-    def copy_description(self) -> str:
-        """See :attr:`DeviceCopies.copy_description`."""
-        return self._devices.copy_description
-
-    def start_deferred(self) -> DeferredCopies | None:
-        """Starts the copies that may be deferred, if there are any; the last call."""
-        return self._devices.start_deferred()
-
-    def _gather(
-        self,
-        tensor: torch.Tensor,
-        target: FileBuffer | SpillBuffer,
-        offset: int,
-        name: str,
-        *,
-        value: torch.Tensor | None = None,
-        view: torch.Tensor | None = None,
-    ) -> bool:
-        """Makes, gathers or queues a copy; False: the caller must copy with torch."""
-        kind = tensor.device.type
-        queued = kind in device_stream.ASYNC_DEVICES
-        if kind == "cpu" or queued:
-            check_storage(tensor, name)
-        if queued:
-            self._devices.add(tensor, target, offset, name=name, value=value, view=view)
-            return True
-        if kind != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            return False
-        address, size = target.address + offset, tensor.nbytes
-        if size < LARGE or isinstance(target, SpillBuffer):
-            ctypes.memmove(address, tensor.data_ptr(), size)
-        else:
-            self._host_copies.add(address, tensor.data_ptr(), size, tensor)
-        return True

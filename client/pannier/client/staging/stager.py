@@ -1,38 +1,41 @@
 """Stages a rank's items: the one copy into host memory that a save costs the training loop.
 
-In: the planner's items with their planned offsets, and an arena. Out: complete data files in host
-memory; afterwards the training loop may change anything but the sources of deferred copies. Each
-item is resolved once. Only a plain strided tensor of the planned dtype and shape is copied to its
-planned offset; everything else is serialised at once, as DCP would store it, to the rank's objects
-file. Not thread-safe.
+In: the layout of a save, the value of each slot, and an arena. Out: complete data files in host memory;
+afterwards the training loop may change anything but the sources of deferred copies. Each value is resolved
+once. Only a plain strided tensor of the planned dtype and shape is copied to its slot; everything else is
+serialised at once, as DCP would store it, to the rank's objects file. The same loop serves the values of a
+known state, those that a planner resolves, and those of torch's plans. Not thread-safe.
 """
 
 import ctypes
 import io
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import IO, Any, Final, NamedTuple, TypeVar, cast
 
 import crc32c
 import torch
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from pannier.client import torch_compat
-from pannier.client.staging import archives
-from pannier.client.staging.arena import Arena, FileBuffer
+from pannier.client.staging import archives, device_stream
+from pannier.client.staging.archives import Part
+from pannier.client.staging.arena import Arena, SpillBuffer
+from pannier.client.staging.bounce_buffers import TensorCopy
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
-from pannier.client.staging.host_copy import TensorCopies
-from pannier.client.user_errors import located
-from pannier.v1 import plan_pb2, records_pb2
+from pannier.client.staging.host_copy import LARGE, HostCopies, check_storage
+from pannier.client.staging.layout import Slot, StageLayout
+from pannier.client.staging.values import PlannerValues, Small, StateValues
+from pannier.client.user_errors import add_note
+from pannier.v1 import records_pb2
 from pannier.wire import file_layout, object_names
 from pannier.wire.errors import InvalidRequestError, PannierError
-from pannier.wire.plan_columns import decode_column
 
 _log = logging.getLogger(__name__)
 
-Resolve = Callable[[WriteItem], torch.Tensor | io.BytesIO]
+_HELD: Final = 256 << 20
+"""Gathered sources of more bytes are copied at once: a planner may have allocated them for the save."""
 _Placed = TypeVar("_Placed", records_pb2.VaryingItem, records_pb2.ExtraFile)
 
 
@@ -66,10 +69,10 @@ class Staged:
 
     files: list[StagedFile]
     """Data files, without empty ones."""
-    varying: list[records_pb2.VaryingItem]
-    """Items whose archive is not at its planned offset; files are named as in ``files``."""
-    locations: list[ArchiveLocation]
-    """One per item."""
+    layout: StageLayout
+    """Where the archives are, but for those in ``elsewhere``."""
+    elsewhere: dict[int, ArchiveLocation]
+    """By slot: archives in the objects file."""
     arena: Arena
     """The memory; the caller who acquired it must release it."""
     deferred: DeferredCopies | None = None
@@ -84,66 +87,63 @@ class Staged:
         """Sum of the files' sizes."""
         return sum(file.size for file in self.files)
 
-
-class PlannerRun(Protocol):
-    """The planner that made the items (see :class:`pannier.client.planning.local_plan.PlannerRun`)."""
-
-    def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The value of one of its items; called once for each."""
-
-    def release(self) -> None:
-        """Frees what was fetched from devices; called once every item is resolved."""
+    @property
+    def varying(self) -> list[records_pb2.VaryingItem]:
+        """Items of the local plan whose archive is not at its planned offset; files are named as in ``files``."""
+        positions = self.layout.positions
+        return [
+            records_pb2.VaryingItem(
+                position=positions[number],
+                file=place.file,
+                offset=place.offset,
+                length=place.length,
+            )
+            for number, place in self.elsewhere.items()
+            if positions
+        ]
 
     @property
-    def copy_description(self) -> str:
-        """How values are copied from devices that Pannier doesn't copy from itself; empty: there are none."""
+    def locations(self) -> list[ArchiveLocation]:
+        """One per item."""
+        return [
+            self.elsewhere[number]
+            if slot is None or number in self.elsewhere
+            else ArchiveLocation(self.layout.names[slot.file], slot.start, slot.archive.length)
+            for number, slot in enumerate(self.layout.slots)
+        ]
 
 
 def stage(
-    planner: PlannerRun,
-    items: Sequence[WriteItem],
-    final: plan_pb2.FinalPlan,
+    layout: StageLayout,
+    values: StateValues | PlannerValues,
     arena: Arena,
     devices: DeviceCopies | None = None,
 ) -> Staged:
-    """Copies the items that the final plan assigns to this rank.
+    """Copies each value to its slot.
 
     Args:
-        planner: resolves the items.
-        items: those of ``final.positions``, as the planner's ``finish_plan`` returned them.
-        final: where each item goes.
-        arena: acquired with the sizes of ``final.files``, in order.
+        layout: of the save's plan.
+        values: by slot.
+        arena: acquired with the layout's sizes.
         devices: makes the copies from devices, and may defer some. Default: defers none.
 
     Raises:
-        InvalidRequestError: an item doesn't match its plan; names its key.
+        InvalidRequestError: a value doesn't match its plan, or its storage was freed or cut; names its key.
         PannierError: there is no memory.
-        Exception: whatever resolving, copying or pickling an item raised, with a note of its key.
+        Exception: whatever resolving, copying or pickling a value raised, with a note of its key.
     """
-    names = object_names.data_suffixes(final.attempt, [file.name for file in final.files])
-    placement = final.placement
-    columns = (placement.file, placement.offset, placement.length)
-    planned = list(map(_PlannedLocation, *map(decode_column, columns)))
+    writer = _Writer(layout, arena, devices)
     try:
-        with _Writer(names, _objects_name(names), arena, devices) as writer:
-            locations = [
-                writer.put(item, planner.resolve, target)
-                for item, target in zip(items, planned, strict=True)
-            ]
-            files = writer.finish()
+        for small in values.small:
+            writer.copy_small(small, values)
+        for number in values.single:
+            writer.put(number, values)
+        writer.finish()
     finally:
-        planner.release()
-    varying = [
-        records_pb2.VaryingItem(
-            position=position, file=location.file, offset=location.offset, length=location.length
-        )
-        for position, target, location in zip(
-            decode_column(final.positions), planned, locations, strict=True
-        )
-        if location != (names[target.file], target.offset, target.length)
-    ]
-    copy_description = writer.copy_description or planner.copy_description
-    return Staged(files, varying, locations, arena, writer.start_deferred(), copy_description)
+        # Also on failure: the arena will be used again, and no device may still write to it.
+        writer.wait()
+        values.release()
+    return writer.staged(values.copy_description)
 
 
 def add_extra_files(staged: Staged, rank: int, contents: Mapping[str, bytes]) -> Staged:
@@ -185,194 +185,153 @@ def in_attempt(items: Iterable[_Placed], prefix: str) -> list[_Placed]:
     return found
 
 
-def stage_external(
-    items: Sequence[WriteItem],
-    resolve: Resolve,
-    rank: int,
-    acquire: Callable[[Sequence[int]], Arena],
-    *,
-    as_planned: bool = True,
-) -> Staged:
-    """Copies the items of a plan that torch made, in a file layout made here.
-
-    Args:
-        items: what this rank writes.
-        resolve: returns an item's value; called once for each.
-        rank: global rank, for the names of the files.
-        acquire: returns an arena with a buffer of each size, which the caller releases, also on
-            failure.
-        as_planned: False when dtypes and shapes are known only from the resolved values (see
-            :func:`pannier.client.planning.local_plan.resolves_as_planned`).
-
-    Raises:
-        InvalidRequestError: an item doesn't match its plan; names its key.
-        PannierError: there is no memory.
-        Exception: whatever resolving, copying or pickling an item raised, with a note of its key.
-    """
-    planned = [archives.planned_archive(item) if as_planned else None for item in items]
-    known = [archive for archive in planned if archive is not None]
-    layout = file_layout.lay_out(
-        [len(archive.head) for archive in known],
-        [archive.body for archive in known],
-        [len(archive.tail) for archive in known],
-    )
-    targets = map(_PlannedLocation, layout.file, layout.offset, layout.length)
-    names = [object_names.data_suffix(rank, index) for index in range(len(layout.sizes))]
-    arena = acquire(layout.sizes)
-    with _Writer(names, object_names.objects_suffix(rank), arena) as writer:
-        locations = [
-            writer.put(item, resolve, next(targets) if archive is not None else None)
-            for item, archive in zip(items, planned, strict=True)
-        ]
-        return Staged(
-            writer.finish(), [], locations, arena, copy_description=writer.copy_description
-        )
-
-
-class _PlannedLocation(NamedTuple):
-    """Where the plan puts an item's archive."""
-
-    file: int
-    """Index of the data file."""
-    offset: int
-    length: int
-    """Bytes; 0: the plan has no offset for the item."""
-
-
 class _Writer:
-    """Fills an arena, item by item, in the order of their offsets."""
+    """Fills an arena, value by value. Not thread-safe."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        objects: str,
-        arena: Arena,
-        devices: DeviceCopies | None = None,
-    ) -> None:
-        self._names = names
-        self._objects_name = objects
+    def __init__(self, layout: StageLayout, arena: Arena, devices: DeviceCopies | None) -> None:
+        self._layout = layout
         self._arena = arena
-        self._written = [0] * len(names)
-        """By buffer: bytes that were written or cleared so far."""
-        self._copies = TensorCopies(devices)
-        for buffer in arena.files:
-            archives.take_headers(buffer)
+        self._given = devices
+        self._devices: DeviceCopies | None = None
+        """None: nothing was copied from a device."""
+        self._host = HostCopies()
+        self._views = layout.open(arena)
+        self._elsewhere: dict[int, ArchiveLocation] = {}
+        """By slot: archives that are in the objects file."""
+        self._changed: set[int] = set()
+        """Files with slots that were left empty."""
 
-    def __enter__(self) -> "_Writer":
-        return self
+    def copy_small(self, small: Small, values: StateValues | PlannerValues) -> None:
+        """Copies small tensors of the host."""
+        tensors = small.pick(values.values)
+        with torch.no_grad(), torch_compat.without_torch_functions():
+            held = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors))
+            offsets = map(torch.Tensor.storage_offset, tensors)
+            dense = map(torch.Tensor.is_contiguous, tensors)
+            columns = zip(small.slots, tensors, small.bodies, held, offsets, dense, strict=True)
+            for number, tensor, body, size, offset, is_dense in columns:
+                if offset or not is_dense or size < body:
+                    check_storage(tensor, values.key(number))
+            torch_compat.copy_all(small.pick_views(self._views[small.file]), tensors)
 
-    def __exit__(self, *_: object) -> None:
-        # Also on failure: the arena will be used again, and no device may still write to it.
-        self._copies.wait()
+    def put(self, number: int, values: StateValues | PlannerValues) -> None:
+        """Resolves the value of a slot and copies it."""
+        try:
+            value = values.resolve(number)
+            tensor = _plain(value)
+            slot = self._layout.slots[number]
+            if (
+                tensor is not None
+                and slot is not None
+                and slot.part[:2] == (tensor.dtype, tensor.shape)
+            ):
+                if slot.archive.body:
+                    view = self._views[slot.file][slot.view]
+                    buffer = self._arena.files[slot.file]
+                    copy = TensorCopy(values.key(number), tensor, buffer, slot.raw, view)
+                    self._copy(copy, value)
+            else:
+                self._spill(number, slot, value, tensor, values.key(number))
+            if values.makes_tensors and self._host.bytes > _HELD:
+                self._host.run()
+        except Exception as error:
+            if not isinstance(error, PannierError):
+                add_note(error, f"{values.key(number)!r} can't be saved")
+            raise
 
-    def put(
-        self, item: WriteItem, resolve: Resolve, target: _PlannedLocation | None
-    ) -> ArchiveLocation:
-        """Resolves one item and copies it; returns where its archive is."""
-        with located(cannot_be_saved(item.index.fqn)):
-            value = _checked(item, resolve(item))
-            tensor = _detached(value) if isinstance(value, torch.Tensor) else None
-            if target is not None and target.length:
-                buffer = self._claim(target)
-                if tensor is not None and _is_plain(tensor) and _matches(tensor, item):
-                    self._fill(buffer, target, tensor, item.index.fqn, value)
-                    return ArchiveLocation(self._names[target.file], target.offset, target.length)
-                if tensor is not None and _is_plain(tensor):
-                    _refuse_other_shape(tensor, item)
-                buffer.zero(target.offset, target.offset + target.length)
-            return self._spill(value if tensor is None else tensor, item.index.fqn)
+    def finish(self) -> None:
+        """Makes the gathered copies."""
+        if self._devices is not None:
+            self._devices.run()
+        if self._host.bytes:
+            self._host.run()
 
-    def finish(self) -> list[StagedFile]:
-        """Completes the copies; nothing may be put afterwards."""
-        for buffer, written in zip(self._arena.files, self._written, strict=True):
-            buffer.zero(written, buffer.size)
-        self._copies.run()
-        self._copies.wait()
+    def wait(self) -> None:
+        """Returns when no device writes any more."""
+        if self._devices is not None:
+            self._devices.wait()
+
+    def staged(self, copy_description: str) -> Staged:
+        """The result. Starts the deferred copies, if there are any: nothing fails any more."""
+        layout, arena = self._layout, self._arena
+        layout.close(arena, self._views, self._changed)
         files = [
             StagedFile(name, buffer.size, buffer.address, buffer)
-            for name, buffer in zip(self._names, self._arena.files, strict=True)
+            for name, buffer in zip(layout.names, arena.files, strict=True)
             if buffer.size
         ]
-        spill = self._arena.spilled
+        spill, deferred = arena.spilled, None
         if spill is not None and spill.size:
-            files.append(StagedFile(self._objects_name, spill.size, spill.address, spill))
-        return files
+            files.append(StagedFile(layout.objects, spill.size, spill.address, spill))
+        if self._devices is not None:
+            deferred = (
+                self._devices.start_deferred()
+            )  # before the description is read, which this may change
+            copy_description = self._devices.copy_description or copy_description
+        return Staged(files, layout, self._elsewhere, arena, deferred, copy_description)
 
-    @property
-    def copy_description(self) -> str:
-        """See :attr:`Staged.copy_description`."""
-        return self._copies.copy_description
+    def _copy(self, copy: TensorCopy, value: Any) -> None:
+        """Makes, gathers or queues a copy. Raises InvalidRequestError: the storage was freed or cut."""
+        tensor, target = copy.tensor, copy.target
+        kind = tensor.device.type
+        if kind in device_stream.ASYNC_DEVICES:
+            check_storage(tensor, copy.name)
+            self._devices = self._devices or self._given or DeviceCopies()
+            self._devices.add(copy, value)
+            return
+        if kind == "cpu":
+            check_storage(tensor, copy.name)
+        if kind != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            copy.target_view().copy_(tensor)
+            return
+        address, size = target.address + copy.offset, tensor.nbytes
+        if size < LARGE or isinstance(target, SpillBuffer):
+            # Releases the GIL.
+            ctypes.memmove(address, tensor.data_ptr(), size)
+        else:
+            self._host.add(address, tensor.data_ptr(), size, tensor)
 
-    def start_deferred(self) -> DeferredCopies | None:
-        """Starts the deferred copies, if there are any; to be called after everything that can fail."""
-        return self._copies.start_deferred()
-
-    def _claim(self, target: _PlannedLocation) -> FileBuffer:
-        """The target's buffer, with the gap before the target cleared."""
-        buffer, written = self._arena.files[target.file], self._written[target.file]
-        end = target.offset + target.length
-        if target.offset < written or end > buffer.size:
-            raise PannierError(
-                f"the final plan puts bytes {target.offset} to {end} into "
-                f"{self._names[target.file]}, which has {buffer.size} bytes of which {written} are "
-                "taken"
-            )
-        buffer.zero(written, target.offset)
-        self._written[target.file] = end
-        return buffer
-
-    def _fill(
-        self,
-        buffer: FileBuffer,
-        target: _PlannedLocation,
-        tensor: torch.Tensor,
-        name: str,
-        value: Any,
+    def _spill(
+        self, number: int, slot: Slot | None, value: Any, tensor: torch.Tensor | None, name: str
     ) -> None:
-        archive = archives.archive(tensor.dtype, tensor.shape)
-        if archive.length != target.length:
-            raise PannierError(
-                f"the final plan has {target.length} bytes for an archive of {archive.length}"
-            )
-        raw = target.offset + len(archive.head)
-        tail = raw + archive.body
-        buffer.memory[target.offset : raw] = archive.head
-        buffer.memory[tail : tail + len(archive.tail)] = archive.tail
-        self._copies.copy(tensor, buffer, raw, name=name, value=value)
-        self._copies.limit_held()
-
-    def _spill(self, value: torch.Tensor | io.BytesIO, name: str) -> ArchiveLocation:
+        """Writes a value that doesn't match its slot to the objects file."""
+        if slot is not None:
+            if tensor is not None:
+                _refuse_other_shape(tensor, slot.part, name)
+            self._arena.files[slot.file].zero(slot.start, slot.end)
+            self._changed.add(slot.file)
         spill = self._arena.spill
-        if isinstance(value, io.BytesIO):
-            start = spill.size
-            spill.write(value.getbuffer())
-        elif _is_plain(value) and value.dtype in archives.DTYPES:
-            archive = archives.archive(value.dtype, value.shape)
+        start = spill.size
+        if tensor is not None and tensor.dtype in archives.DTYPES:
+            archive = archives.archive(tensor.dtype, tensor.shape)
             spill.align(len(archive.head), file_layout.ALIGNMENT)
             start = spill.size
             spill.write(archive.head)
             raw = spill.reserve(archive.body)
             spill.write(archive.tail)
-            self._copies.copy(value, spill, raw, name=name)
+            if archive.body:
+                self._copy(TensorCopy(name, tensor, spill, raw), value)
+        elif isinstance(value, torch.Tensor):
+            _serialize(value, spill, name)
         else:
-            start = spill.size
-            torch.save(_compact(value.cpu()), cast("IO[bytes]", spill))
-            if type(value) not in _checked_types:
-                _checked_types.add(type(value))
-                _warn_if_not_loadable(
-                    name, value, ctypes.string_at(spill.address + start, spill.size - start)
-                )
-        return ArchiveLocation(self._objects_name, start, spill.size - start)
+            spill.write(value.getbuffer() if isinstance(value, io.BytesIO) else value)
+        place = ArchiveLocation(self._layout.objects, start, spill.size - start)
+        self._elsewhere[number] = place
 
 
-def _checked(item: WriteItem, value: Any) -> torch.Tensor | io.BytesIO:
-    expected: type = io.BytesIO if item.type is WriteItemType.BYTE_IO else torch.Tensor
-    if not isinstance(value, expected):
-        raise InvalidRequestError(
-            f"{item.index.fqn!r} can't be saved: the planner's resolve_data returned a "
-            f"{type(value).__name__} where its plan has a {expected.__name__}"
-        )
-    return cast("torch.Tensor | io.BytesIO", value)
+def _plain(value: Any) -> torch.Tensor | None:
+    """The detached tensor, if dtype, shape and raw bytes describe it completely."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    tensor = _detached(value)
+    if (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+    ):
+        return tensor
+    return None
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -381,36 +340,25 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether dtype, shape and raw bytes describe a detached tensor completely."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_meta
-    )
-
-
-def _matches(tensor: torch.Tensor, item: WriteItem) -> bool:
-    data = item.tensor_data
-    return (
-        data is not None
-        and tensor.dtype == data.properties.dtype
-        and tensor.shape == data.chunk.sizes
-    )
-
-
-def _refuse_other_shape(tensor: torch.Tensor, item: WriteItem) -> None:
+def _refuse_other_shape(tensor: torch.Tensor, part: Part, name: str) -> None:
     """Raises InvalidRequestError for a value whose shape isn't that of the part that was planned."""
-    data = item.tensor_data
-    if data is None or tensor.shape == data.chunk.sizes:
+    if tensor.shape == part.shape:
         return
     raise InvalidRequestError(
-        f"{item.index.fqn!r} can't be saved: its part at offset {tuple(data.chunk.offsets)} of "
-        f"{tuple(data.size)} has shape {tuple(data.chunk.sizes)} by its plan, but this rank holds "
-        f"{tuple(tensor.shape)}: a DTensor made by from_local needs local tensors of the sizes that its "
-        "placements give each rank"
+        f"{name!r} can't be saved: its part at offset {part.offsets} of {part.size} has shape {part.shape} by its "
+        f"plan, but this rank holds {tuple(tensor.shape)}: a DTensor made by from_local needs local tensors of the "
+        "sizes that its placements give each rank"
     )
+
+
+def _serialize(value: torch.Tensor, spill: SpillBuffer, name: str) -> None:
+    """Writes the archive of a tensor that has no template."""
+    start, value = spill.size, _detached(value)
+    torch.save(_compact(value.cpu()), cast("IO[bytes]", spill))
+    if type(value) not in _checked_types:
+        _checked_types.add(type(value))
+        archive = ctypes.string_at(spill.address + start, spill.size - start)
+        _warn_if_not_loadable(name, value, archive)
 
 
 def _warn_if_not_loadable(name: str, value: torch.Tensor, archive: bytes) -> None:
@@ -435,15 +383,3 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.untyped_storage().size() != tensor.nbytes:
         return tensor.clone()
     return tensor
-
-
-def cannot_be_saved(fqn: str) -> str:
-    """The note on an exception that was raised for this key."""
-    return f"{fqn!r} can't be saved"
-
-
-def _objects_name(names: Sequence[str]) -> str:
-    """The name of the objects file that belongs to a rank's planned files."""
-    if not names:
-        return ""
-    return object_names.objects_suffix(int(names[0].partition("_")[0]))

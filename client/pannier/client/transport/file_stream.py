@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import crc32c
 import grpc
 
-from pannier.client.timers import Timers
+from pannier.client.engine import engine
 from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
@@ -147,13 +147,11 @@ class Sender:
     def __init__(
         self,
         channel: SidecarChannel,
-        timers: Timers,
         peer: str,
         *,
         stall_s: float = timeouts.STREAM_STALL_S,
     ) -> None:
         self._channel = channel
-        self._timers = timers
         self._peer = peer
         self._stall_s = stall_s
 
@@ -177,18 +175,19 @@ class Sender:
         committed: int | None = None
 
         def start(channel: grpc.Channel) -> Any:
-            return channel.stream_stream(
+            write: Any = channel.stream_stream(
                 "/pannier.v1.Sidecar/Write",
                 request_serializer=bytes,
                 response_deserializer=sidecar_pb2.WriteResponse.FromString,
-            )(requests, metadata=self._channel.metadata())
+            )
+            return write(requests, metadata=self._channel.metadata())
 
         def cancel_stalled() -> None:
             stalled.set()
             call.cancel()
 
         with self._channel.call(start) as call:
-            timer = self._timers.start(self._stall_s, cancel_stalled)
+            timer = engine().after(self._stall_s, cancel_stalled)
             stop.add(call)
             # However the call ends: `put` must not wait for a thread of gRPC that reads no more.
             if not call.add_callback(requests.end):

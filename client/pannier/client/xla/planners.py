@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from pannier.client import torch_compat
 from pannier.client.xla import runtime
-from pannier.client.xla.shard_tensors import Fetcher, Incoming, on_host
+from pannier.client.xla.shard_tensors import Fetcher, Incoming, Outgoing, on_host
 from pannier.wire.errors import InvalidRequestError
 
 _MODULE: Final = "torch_xla.experimental.distributed_checkpoint.planners"
@@ -66,8 +66,10 @@ class SavePlanner(dcp.SavePlanner):
         if has_xla:
             self._fetcher = Fetcher()
             self.planner.state_dict = {
-                key: self._fetcher.wrap(key, value) if runtime.is_xla(value) else on_host(value)
-                for key, value in self.planner.state_dict.items()
+                key: Outgoing(key, value, self._fetcher, number)
+                if runtime.is_xla(value)
+                else on_host(value)
+                for number, (key, value) in enumerate(self.planner.state_dict.items())
             }
 
     def create_local_plan(self) -> dcp.SavePlan:
@@ -84,7 +86,12 @@ class SavePlanner(dcp.SavePlanner):
         """The planner's final plan; records which tensors will be fetched."""
         plan = self.planner.finish_plan(new_plan)
         state: Mapping[str, Any] = self.planner.state_dict
-        self._fetcher.expect(state.get(item.index.fqn) for item in plan.items)
+        values = ((state.get(item.index.fqn), item.index) for item in plan.items)
+        self._fetcher.expect(
+            value.part_at(index)
+            for value, index in values
+            if isinstance(value, Outgoing) and value.fetcher is self._fetcher
+        )
         return plan
 
     def resolve_data(self, write_item: dcp.WriteItem) -> torch.Tensor | io.BytesIO:
@@ -221,6 +228,14 @@ def is_save_planner(planner: Any) -> bool:
 def is_load_planner(planner: Any) -> bool:
     """Whether it is an ``SPMDLoadPlanner``."""
     return _base(planner, "SPMDLoadPlanner") is not None
+
+
+def release(planner: dcp.SavePlanner) -> None:
+    """Frees what a planner fetched from devices; to be called once every item of its plan is resolved."""
+    if is_save_planner(planner):
+        planner = UpstreamSavePlanner(planner)
+    if isinstance(planner, SavePlanner | UpstreamSavePlanner):
+        planner.release()
 
 
 def overrides(planner: Any, names: tuple[str, ...]) -> bool:

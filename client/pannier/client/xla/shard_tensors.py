@@ -33,7 +33,7 @@ class ShardView(NamedTuple):
     """The value of one item: a part of an XLA tensor that this process's devices hold."""
 
     leaf: int
-    """Index of the tensor among the state's leaves. A state may hold one tensor under two keys."""
+    """Identifies the tensor among those of the save. A state may hold one tensor under two keys."""
     tensor: torch.Tensor
     """Plain."""
     is_sharded: bool
@@ -132,7 +132,7 @@ class Outgoing(XlaTensor):
     """An XLA tensor that is saved.
 
     Args:
-        number: its index among the fetcher's tensors.
+        number: identifies it among the fetcher's tensors.
     """
 
     number: int
@@ -165,80 +165,87 @@ class Outgoing(XlaTensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """The part of an item, in host memory."""
-        return self.fetcher.take(self, self.chunk_at(index))
+        return self.fetcher.take(self.part_at(index))
+
+    def part_at(self, index: MetadataIndex) -> ShardView:
+        """The part of an item, for the fetcher."""
+        return ShardView(self.number, self.source, self.is_sharded, self.chunk_at(index))
 
 
 class Fetcher:
     """Fetches the parts of one save to the host: all of a tensor's when the first is taken.
 
     Small tensors are fetched in batches, together with those that are taken next. A tensor's parts are
-    freed when the last expected one has been taken. Tensors without items are not fetched.
+    freed when the last expected one has been taken. Tensors without expected parts are not fetched.
     """
 
     def __init__(self) -> None:
-        self._tensors: list[Outgoing] = []
-        self._expected: dict[int, int] = {}
-        """By tensor, in the order in which they are taken: how many of its parts are still to be taken."""
+        self._expected: dict[int, _Expected] = {}
+        """By tensor, in the order in which they are taken."""
         self._fetched: dict[int, list[torch.Tensor]] = {}
 
-    def wrap(self, key: str, tensor: torch.Tensor) -> Outgoing:
-        """Wraps a tensor of the save."""
-        wrapped = Outgoing(key, tensor, self, len(self._tensors))
-        self._tensors.append(wrapped)
-        return wrapped
+    def expect(self, parts: Iterable[ShardView]) -> None:
+        """Announces what will be taken, in order."""
+        self.clear()
+        for part in parts:
+            self._expected.setdefault(part.leaf, _Expected(part)).add(part)
 
-    def expect(self, tensors: Iterable[Any]) -> None:
-        """Announces what will be taken, in order: each tensor once for each of its parts.
-
-        Ignores what this fetcher has not wrapped.
-        """
-        self._expected.clear()
-        self._fetched.clear()
-        for tensor in tensors:
-            if isinstance(tensor, Outgoing) and tensor.fetcher is self:
-                self._expected[tensor.number] = self._expected.get(tensor.number, 0) + 1
-
-    def take(self, tensor: Outgoing, chunk: Chunk) -> torch.Tensor:
+    def take(self, part: ShardView) -> torch.Tensor:
         """A part of a tensor, without padding: a view of the fetched shard, which nothing else uses."""
-        number = tensor.number
+        number, chunk = part.leaf, part.chunk
         if number not in self._fetched:
-            self._fetch(tensor)
+            self._fetch(part)
         shard = self._fetched[number][chunk.ordinal]
-        left = self._expected.get(number, 1) - 1
-        if left > 0:
-            self._expected[number] = left
+        expected = self._expected.get(number)
+        if expected is not None and expected.count > 1:
+            expected.count -= 1
         else:
             self._expected.pop(number, None)
             del self._fetched[number]
-        part = shard[tuple(slice(0, size) for size in chunk.sizes)]
-        return part if part.dtype == tensor.dtype else part.to(tensor.dtype)
+        view = shard[tuple(slice(0, size) for size in chunk.sizes)]
+        return view if view.dtype == part.tensor.dtype else view.to(part.tensor.dtype)
 
     def clear(self) -> None:
         """Frees all that hasn't been taken."""
         self._expected.clear()
         self._fetched.clear()
 
-    def _fetch(self, first: Outgoing) -> None:
-        batch = [first]
-        size = _bytes(first)
-        for number in self._expected:
-            each = self._tensors[number]
-            if each is first or number in self._fetched:
+    def _fetch(self, first: ShardView) -> None:
+        batch = [self._expected.get(first.leaf) or _Expected(first)]
+        size = batch[0].size
+        for number, each in self._expected.items():
+            if number == first.leaf or number in self._fetched:
                 continue
-            size += _bytes(each)
+            size += each.size
             if size > BATCH_BYTES:
                 break
             batch.append(each)
-        sharded = [each for each in batch if each.is_sharded]
-        whole = [each for each in batch if not each.is_sharded]
+        sharded = [each.part for each in batch if each.part.is_sharded]
+        whole = [each.part for each in batch if not each.part.is_sharded]
         if sharded:
-            shards = runtime.fetch_shards([each.source for each in sharded])
-            for each, parts in zip(sharded, shards, strict=True):
-                self._fetched[each.number] = parts
+            shards = runtime.fetch_shards([part.tensor for part in sharded])
+            self._fetched.update(zip((part.leaf for part in sharded), shards, strict=True))
         if whole:
-            values = runtime.fetch_whole([each.source for each in whole])
-            for each, value in zip(whole, values, strict=True):
-                self._fetched[each.number] = [value]
+            values = runtime.fetch_whole([part.tensor for part in whole])
+            self._fetched.update(
+                (part.leaf, [value]) for part, value in zip(whole, values, strict=True)
+            )
+
+
+class _Expected:
+    """The parts of one tensor that are still to be taken."""
+
+    def __init__(self, part: ShardView) -> None:
+        self.part = part
+        """One of them."""
+        self.count = 0
+        self.size = 0
+        """Bytes, without padding and replicas."""
+
+    def add(self, part: ShardView) -> None:
+        """Counts another part."""
+        self.count += 1
+        self.size += math.prod(part.chunk.sizes) * part.tensor.dtype.itemsize
 
 
 class Incoming(XlaTensor):
@@ -336,8 +343,3 @@ def _unwrapped(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _unwrapped(inner) for key, inner in value.items()}
     return value
-
-
-def _bytes(tensor: Outgoing) -> int:
-    """Bytes that are fetched of a tensor, without padding and replicas."""
-    return sum(math.prod(chunk.sizes) for chunk in tensor.chunks) * tensor.dtype.itemsize

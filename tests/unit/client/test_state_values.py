@@ -1,7 +1,6 @@
 """What is staged by a cached plan is, bit for bit, what a new plan and its staging would give."""
 
 import ctypes
-import dataclasses
 import gc
 import tempfile
 import weakref
@@ -18,13 +17,14 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pannier.client.planning.plan_cache import CachedPlan, Match, PlannerOptions, PlanScope
+from pannier.client.planning.plan_cache import CachedPlan, PlannerOptions, PlanScope
 from pannier.client.staging import archives
 from pannier.client.staging.arena_pool import ArenaPool
-from pannier.client.staging.stager import ArchiveLocation, Staged, stage
+from pannier.client.staging.stager import Staged, stage
+from pannier.client.staging.values import StateValues
+from pannier.v1 import plan_pb2
 from pannier.wire.errors import InvalidRequestError
-from pannier.wire.plan_columns import decode_column
-from support.actors.staged import ATTEMPT, final_plan, plan, stage_all, write_checkpoint
+from support.actors.staged import ATTEMPT, final_plan, plan, stage_all, stage_by, write_checkpoint
 from support.states import nested
 from support.states.bits import bits
 from support.states.contents import described, values
@@ -47,14 +47,12 @@ def pool() -> Iterator[ArenaPool]:
 def learned(state: dict[str, Any], positions: list[int] | None = None) -> CachedPlan:
     """The plan of a state, as it is kept after its first save."""
     planning = plan(state)
-    kept = CachedPlan(
-        SCOPE, planning.message, planning.digest, final_plan(planning.message, positions)
-    )
+    kept = CachedPlan(SCOPE, planning, final_plan(planning.message, positions))
     kept.add_state(DEFAULT, state, planning.items)
     return kept
 
 
-def match(kept: CachedPlan, state: dict[str, Any]) -> Match:
+def match(kept: CachedPlan, state: dict[str, Any]) -> StateValues:
     found = kept.match(DEFAULT, state)
     assert found is not None
     return found
@@ -64,11 +62,10 @@ def content(staged: Staged) -> dict[str, bytes]:
     return {file.name: ctypes.string_at(file.address, file.size) for file in staged.files}
 
 
-def by_copy_plan(kept: CachedPlan, state: dict[str, Any], pool: ArenaPool) -> dict[str, bytes]:
-    arena = pool.acquire(kept.sizes)
+def by_cached_plan(kept: CachedPlan, state: dict[str, Any], pool: ArenaPool) -> dict[str, bytes]:
+    arena = pool.acquire(kept.layout.sizes)
     try:
-        found = match(kept, state)
-        return content(found.copy_plan.stage(found.values, arena, kept.suffixes))
+        return content(stage(kept.layout, match(kept, state), arena))
     finally:
         pool.release(arena)
 
@@ -77,18 +74,16 @@ def replanned(
     state: dict[str, Any], pool: ArenaPool, positions: list[int] | None = None
 ) -> dict[str, bytes]:
     planning = plan(state)
-    final = final_plan(planning.message, positions)
-    arena = pool.acquire([file.size for file in final.files])
+    staged = stage_by(planning, final_plan(planning.message, positions), pool)
     try:
-        return content(stage(planning, planning.finish(final), final, arena))
+        return content(staged)
     finally:
-        pool.release(arena)
+        pool.release(staged.arena)
 
 
 def dirty(pool: ArenaPool, size: int) -> None:
     """Other bytes in the memory that the next arena gets."""
     arena = pool.acquire([size])
-    archives.take_headers(arena.files[0])
     ctypes.memset(arena.files[0].address, 0xAA, size)
     pool.release(arena)
 
@@ -110,7 +105,7 @@ def test_any_state_of_the_same_structure(state: dict[str, Any], seed: int, chanc
             # An object became a list of tensors: it is planned again.
             assert plan(again).digest != plan(first).digest
             continue
-        assert by_copy_plan(kept, again, pool) == replanned(again, ArenaPool(1), positions)
+        assert by_cached_plan(kept, again, pool) == replanned(again, ArenaPool(1), positions)
     pool.close()
 
 
@@ -124,7 +119,7 @@ def test_every_dtype(dtype: torch.dtype, elements: int, pool: ArenaPool) -> None
     kept = learned(state())
     for _ in range(2):
         again = state()
-        assert by_copy_plan(kept, again, pool) == replanned(again, ArenaPool(1))
+        assert by_cached_plan(kept, again, pool) == replanned(again, ArenaPool(1))
 
 
 @pytest.mark.parametrize("elements", [40, 400_000], ids=["small", "large"])
@@ -143,27 +138,28 @@ def test_every_dtype(dtype: torch.dtype, elements: int, pool: ArenaPool) -> None
 def test_strides_and_bits_may_change(elements: int, change: Any, pool: ArenaPool) -> None:
     first = {"t": torch.randn(elements, 2, dtype=torch.complex64)}
     kept = learned(first)
-    by_copy_plan(kept, first, pool)
+    by_cached_plan(kept, first, pool)
     again = {"t": change(torch.randn(elements, 2, dtype=torch.complex64))}
-    assert by_copy_plan(kept, again, pool) == replanned(again, ArenaPool(1))
+    assert by_cached_plan(kept, again, pool) == replanned(again, ArenaPool(1))
 
 
 def test_heads_and_tails_are_written_once(pool: ArenaPool, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.randn(100), "b": torch.randn(1 << 20)}
     kept = learned(state)
-    by_copy_plan(kept, state, pool)
-    monkeypatch.setattr("pannier.client.staging.copy_plan._write_headers", None)
+    by_cached_plan(kept, state, pool)
     state["a"].fill_(3)
-    assert by_copy_plan(kept, state, pool) == replanned(state, ArenaPool(1))
+    wanted = replanned(state, ArenaPool(1))
+    monkeypatch.setattr("pannier.client.staging.layout._File._write_headers", None)
+    assert by_cached_plan(kept, state, pool) == wanted
 
 
 def test_another_save_in_between_drops_the_cached_headers(pool: ArenaPool) -> None:
     state = {"a": torch.randn(100), "o": "x"}
     kept = learned(state)
-    wanted = by_copy_plan(kept, state, pool)
+    wanted = by_cached_plan(kept, state, pool)
     _, arena = stage_all(plan({"b": torch.full((30,), 7.0), "c": torch.ones(60)}), pool)
     pool.release(arena)
-    assert by_copy_plan(kept, state, pool) == wanted
+    assert by_cached_plan(kept, state, pool) == wanted
 
 
 def test_another_plan_in_between_drops_the_cached_headers(pool: ArenaPool) -> None:
@@ -171,19 +167,19 @@ def test_another_plan_in_between_drops_the_cached_headers(pool: ArenaPool) -> No
     other = {"b": torch.full((30,), 7.0), "c": torch.ones(60), "o": "y"}
     kept, between = learned(state), learned(other)
     for _ in range(2):
-        assert by_copy_plan(kept, state, pool) == replanned(state, ArenaPool(1))
-        assert by_copy_plan(between, other, pool) == replanned(other, ArenaPool(1))
+        assert by_cached_plan(kept, state, pool) == replanned(state, ArenaPool(1))
+        assert by_cached_plan(between, other, pool) == replanned(other, ArenaPool(1))
 
 
 @pytest.mark.parametrize("big", [False, True])
 def test_a_failure_in_between_drops_the_cached_headers(big: bool, pool: ArenaPool) -> None:
     state = {"a": torch.randn(1 << 20 if big else 100), "o": "x"}
     kept = learned(state)
-    wanted = by_copy_plan(kept, state, pool)
+    wanted = by_cached_plan(kept, state, pool)
     with pytest.raises(Exception, match=r"lambda.*\n'o' can't be saved"):
-        by_copy_plan(kept, {**state, "o": lambda: None}, pool)
-    dirty(pool, kept.sizes[0])
-    assert by_copy_plan(kept, state, pool) == wanted
+        by_cached_plan(kept, {**state, "o": lambda: None}, pool)
+    dirty(pool, kept.layout.sizes[0])
+    assert by_cached_plan(kept, state, pool) == wanted
 
 
 @pytest.mark.parametrize("elements", [100, 1 << 20])
@@ -192,25 +188,25 @@ def test_a_freed_storage_is_refused_by_name(elements: int, pool: ArenaPool) -> N
     kept = learned(state)
     state["b"].untyped_storage().resize_(0)
     with pytest.raises(InvalidRequestError, match="'b' can't be saved: its storage"):
-        by_copy_plan(kept, state, pool)
+        by_cached_plan(kept, state, pool)
 
 
 def test_tied_and_empty_tensors_and_gradients(pool: ArenaPool) -> None:
     weight = torch.nn.Parameter(torch.randn(50, 3))
     state = {"a": weight, "b": weight, "none": torch.empty(0, 3), "g": weight * 2}
     kept = learned(state)
-    assert by_copy_plan(kept, state, pool) == replanned(state, ArenaPool(1))
+    assert by_cached_plan(kept, state, pool) == replanned(state, ArenaPool(1))
     with torch.inference_mode():
-        assert by_copy_plan(kept, state, ArenaPool(1)) == replanned(state, ArenaPool(1))
+        assert by_cached_plan(kept, state, ArenaPool(1)) == replanned(state, ArenaPool(1))
 
 
 def test_memory_first_used_in_inference_mode_serves_outside_it(pool: ArenaPool) -> None:
     state = {"a": torch.randn(50), "b": torch.randn(50, 3).t()}
     kept = learned(state)
     with torch.inference_mode():
-        by_copy_plan(kept, state, pool)
+        by_cached_plan(kept, state, pool)
     state["a"].fill_(1)
-    assert by_copy_plan(kept, state, pool) == replanned(state, ArenaPool(1))
+    assert by_cached_plan(kept, state, pool) == replanned(state, ArenaPool(1))
 
 
 def test_a_default_device_and_recorded_gradients_change_nothing(pool: ArenaPool) -> None:
@@ -218,7 +214,7 @@ def test_a_default_device_and_recorded_gradients_change_nothing(pool: ArenaPool)
     kept = learned(state)
     torch.set_default_device("meta")
     try:
-        staged = by_copy_plan(kept, state, pool)
+        staged = by_cached_plan(kept, state, pool)
     finally:
         torch.set_default_device(None)
     assert staged == replanned(state, ArenaPool(1))
@@ -238,28 +234,13 @@ def test_what_is_staged_loads_as_what_torch_saves(state: dict[str, Any], seed: i
     pool = ArenaPool(1)
     with tempfile.TemporaryDirectory() as name:
         ours, torchs = Path(name) / "ours", Path(name) / "torch"
-        staged = found.copy_plan.stage(found.values, pool.acquire(kept.sizes), kept.suffixes)
+        staged = stage(kept.layout, found, pool.acquire(kept.layout.sizes))
         planning = plan(again)
-        write_checkpoint(ours, planning.message, planning.items, placed(kept, staged))
+        write_checkpoint(ours, planning.message, planning.items, staged)
         dcp.save(again, checkpoint_id=torchs, no_dist=True)
         assert described(ours) == described(torchs)
         assert [*map(as_text, values(ours).items())] == [*map(as_text, values(torchs).items())]
     pool.close()
-
-
-def placed(kept: CachedPlan, staged: Staged) -> Staged:
-    """With the place of each item, by its own files."""
-    final = kept.final_plan(NUMBER)
-    varying = {item.position: (item.file, item.offset, item.length) for item in staged.varying}
-    place = final.placement
-    columns = (final.positions, place.file, place.offset, place.length)
-    places = [
-        ArchiveLocation(*varying[position])
-        if position in varying
-        else ArchiveLocation(kept.suffixes[file], offset, length)
-        for position, file, offset, length in zip(*map(decode_column, columns), strict=True)
-    ]
-    return dataclasses.replace(staged, locations=places)
 
 
 def as_text(pair: tuple[str, Any]) -> tuple[str, Any]:
@@ -272,7 +253,7 @@ def test_nothing_of_a_state_is_kept(pool: ArenaPool) -> None:
     state = {"a": torch.randn(100), "b": torch.randn(1 << 20), "o": Thing()}
     gone = [weakref.ref(value) for value in state.values()]
     kept = learned(state)
-    by_copy_plan(kept, state, pool)
+    by_cached_plan(kept, state, pool)
     del state
     gc.collect()
     assert [reference() for reference in gone] == [None] * 3
@@ -287,12 +268,8 @@ def test_names_follow_the_number() -> None:
     kept = learned(state)
     assert kept.attempt(1) == ATTEMPT
     assert kept.attempt(12) == "i1-a1-g00000000-s12"
-    assert kept.suffixes == ["0_0.distcp", "0_objects.distcp"]
-    final = kept.final_plan(12)
-    assert [file.name for file in final.files] == [
-        "__i1-a1-g00000000-s12_0_0.distcp",
-        "__i1-a1-g00000000-s12_0_objects.distcp",
-    ]
+    assert kept.layout.names == ["0_0.distcp", "0_objects.distcp"]
+    final = plan_pb2.FinalPlan(attempt=kept.attempt(12))
     assert kept.equals(final, 12)
     assert not kept.equals(final, 13)
 
@@ -314,7 +291,7 @@ def test_dtensors(pool: ArenaPool, tmp_path: Path) -> None:
         kept = learned(state())
         for _ in range(2):
             again = state()
-            assert by_copy_plan(kept, again, pool) == replanned(again, ArenaPool(1))
+            assert by_cached_plan(kept, again, pool) == replanned(again, ArenaPool(1))
         with torch.no_grad():
             # The local part requires no gradient then: another plan, as dcp.save's would be.
             assert kept.match(DEFAULT, again) is None
