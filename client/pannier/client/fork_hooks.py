@@ -1,8 +1,8 @@
 """What a forked child does with what it inherits from the client: the only hook of forks, with its order.
 
-In: objects, weakly referenced, and functions. Out: in the child, before anything else runs there, first the objects
-are found that it must never free, then inherited connections and files are closed, then modules begin
-again. It takes no lock of the parent's, whose other threads don't exist in the child. Thread-safe.
+In: objects, weakly referenced, and functions. Out: in the child, before ``os.fork`` returns there, what it must
+never free is leaked, then inherited connections and files are closed, then modules replace what threads of the
+parent hold or serve. Takes no lock of the parent's: its other threads don't exist in the child. Thread-safe.
 """
 
 import ctypes

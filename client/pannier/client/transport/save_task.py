@@ -337,9 +337,12 @@ class SaveTask:
                 helper.start()
         except RuntimeError as error:  # a limit of threads
             _log.debug("%s: one file is sent after the other: %s", self.status.text, error)
-        work()
-        if helper.ident is not None:
-            helper.join()
+        try:
+            work()
+        finally:
+            # It reads the arena, which is given back after this.
+            if helper.ident is not None:
+                helper.join()
         if self.status.stop.is_set:
             raise StoppedError
         if problems:
