@@ -61,16 +61,12 @@ test-store: $(INSTALLED)  ## What any store must pass: URL=s3://bucket/prefix, g
 	STORE_URL='$(URL)' $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 		tests/store tests/unit/storage/test_stores.py $(ARGS)
 
-# Of these, none has to do with torch's version: they run with the newest alone.
-WITHOUT_TORCH := $(addprefix unit/, test_bench.py test_packaging.py cli/* common/* daemon/* sidecar/* storage/* \
-		$(addprefix attempts/test_, damaged_records.py fuzz_records.py late_commits.py listing.py requests_per_save.py) \
-		$(addprefix client/test_, certificates.py host_network.py stream_limit.py) \
-		$(addprefix coordinator/test_, background_*.py earlier_attempts.py coordinator_*.py l*_sidecars.py \
-			model_coordinator.py resume.py) \
-		maintenance/test_retention_policy.py $(addprefix wire/test_, auth_token.py fuzz_names.py object_names.py tls.py)) \
-	$(addprefix integration/test_, command_line.py coexistence.py dashboard.py doctor.py jobs_of_a_sidecar.py json_logs.py \
-		metrics.py page.py page_views.py reflection.py security.py)
-WITH_TORCH = tests/integration tests/store tests/unit $(foreach path,$(WITHOUT_TORCH),--ignore-glob='tests/$(path)')
+# What has to do with torch's version: its planners, tensors, process groups and pickles.
+WITH_TORCH := $(addprefix tests/, unit/client \
+		$(addprefix unit/, wire/test_metadata_pickle.py wire/test_plan_codec.py coordinator/test_torch_pickles.py) \
+		$(addprefix integration/test_, changing_structures.py checkpointable.py dcp_patch.py differing_replicas.py \
+			groups.py loading.py loads_in_step.py overlapped_staging.py own_planner.py plan_cache.py same_plan.py \
+			states.py storage_writer.py))
 test-xla: $(XLA_INSTALLED)  ## The tests of torch_xla, and the client's with torch 2.9; takes 7 GB
 	$(XLA_BIN)/python -m pytest -o cache_dir=.pytest_cache/xla --numprocesses $(XLA_WORKERS) --dist loadfile --no-loadscope-reorder \
 		$(or $(ARGS),tests/xla $(WITH_TORCH))
