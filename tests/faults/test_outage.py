@@ -12,7 +12,7 @@ import torch
 
 from pannier.client import Client
 from pannier.client.config import load_settings
-from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.client.transport.connection import SidecarConnection
 from pannier.common import timeouts
 from pannier.wire.errors import BusyError, PannierError, SaveSkippedError
 from support.actors.scripted_sidecar import wait_until
@@ -51,15 +51,15 @@ def client(server: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls of the sidecar that the training loop has waited for."""
     made: list[str] = []
-    unary = SidecarClient._call
+    unary = SidecarConnection.call_repeatedly
 
-    def counted(self: SidecarClient, method: str, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: SidecarConnection, method: str, *args: Any, **kwargs: Any) -> Any:
         # Those of the main thread are made aside, while it waits.
-        if threading.current_thread().name in ("MainThread", "pannier-aside"):
+        if threading.current_thread().name in ("MainThread", "pannier-work"):
             made.append(method)
         return unary(self, method, *args, **kwargs)
 
-    monkeypatch.setattr(SidecarClient, "_call", counted)
+    monkeypatch.setattr(SidecarConnection, "call_repeatedly", counted)
     return made
 
 

@@ -112,7 +112,7 @@ def test_ranks_of_different_worlds_are_named_with_their_values(run: Run) -> None
         pytest.param(2, "mapped", marks=pytest.mark.extended),
     ],
 )
-def test_a_rank_with_a_cached_plan_joins_again_after_missed_calls(
+def test_a_rank_that_saves_by_a_cached_plan_fails_one_save_of_all_after_missed_calls(
     tmp_path: Path, hosts: int, transport: str
 ) -> None:
     """Its sidecar knows of the missed saves by the other rank, or finds out by the coordinator."""
@@ -128,9 +128,15 @@ def test_a_rank_with_a_cached_plan_joins_again_after_missed_calls(
         )
         run_ranks(SCRIPT.with_name("missed_calls.py"), 2, env, timeout=150, torchrun=False)
     one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert (one.pop("step-2"), one.pop("step-3")) == ([1], [1])
+    assert [one.pop(f"step-{step}")[1] for step in (2, 3)] == [[1], [1]]
+    for rank in (one, other):
+        message, failures = rank.pop("step-4")
+        assert "missed save calls" in message
+        assert failures == [1]
+    assert "with number 5" in message
+    assert not (root / "step-4" / ".metadata").exists()
     assert one == other
-    for step in (4, 5):
+    for step in (5, 6):
         assert one[f"step-{step}"].endswith(f"-s{step}")
         state = {f"weight.{rank}": torch.zeros(1000) for rank in range(2)}
         notes: dict[str, Any] = {f"note.{rank}": None for rank in range(2)}

@@ -16,8 +16,8 @@ import torch
 from pannier.client.client import Client
 from pannier.client.config import load_settings
 from pannier.client.embedded.certificates import issue
-from pannier.client.embedded.daemon_spec import write_tls_files
 from pannier.wire import addresses
+from support.network.certificates import write_tls
 from support.network.status_pages import Scrape
 from support.processes import fork_server
 from support.processes.cli import Result, pannier
@@ -251,7 +251,7 @@ def test_up_for_several_hosts_leaves_when_all_are_idle_and_takes_its_keys_along(
         directory = addresses.job_dir(embedded, "a job", name, "a host")
         directory.mkdir(mode=0o700)
         (tmp_path / name).mkdir()
-        files = write_tls_files(directory, papers)
+        files = write_tls(papers, directory)
         # The second one's sidecar leaves by itself unless a trainer comes in time.
         idle = {"a": "1", "b": "10"}[name]
         flags = ["--spool", str(spool / name), "--idle-exit", idle, "--discard"]

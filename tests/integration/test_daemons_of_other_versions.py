@@ -15,7 +15,7 @@ import torch
 from pannier.client.client import Client
 from pannier.client.config import load_settings
 from pannier.client.embedded.daemon_spec import host_daemons
-from pannier.client.embedded.daemon_status import is_idle
+from pannier.client.embedded.launcher import is_idle
 from pannier.common import daemon_record
 from pannier.common.daemon_record import DaemonRecord
 from pannier.wire import addresses

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from pannier.common.daemon_process import serving_sidecars
 from pannier.wire import addresses, limits, object_names
 from pannier.wire.auth_token import VARIABLE, TokenFile
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
@@ -78,6 +79,10 @@ class Settings(BaseSettings):
     def embedded(self) -> bool:
         """Whether the client finds or starts its own daemons."""
         return self.sidecar is None
+
+    def sidecars(self) -> list[str]:
+        """Addresses of this host's sidecars: the configured one, or the embedded ones that accept connections."""
+        return serving_sidecars(self.runtime_dir) if self.sidecar is None else [self.sidecar]
 
     @property
     def trusted_uids(self) -> frozenset[int]:

@@ -5,12 +5,10 @@ all ranks of a save. No collective; the process group's store is read once per
 incarnation. Owned by a membership.
 """
 
-import functools
 import secrets
 import socket
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,15 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from pannier.client import torch_compat
 from pannier.client.config import Settings
 from pannier.client.embedded.daemon_spec import DaemonSpec, host_daemons
-from pannier.client.embedded.left_spools import upload_left_spools
-from pannier.client.embedded.rendezvous import (
-    HostInfo,
-    Rendezvous,
-    agree,
-    host_info,
-    join,
-    launch_id,
-)
+from pannier.client.embedded.rendezvous import Agreement, HostInfo, host_info, launch_id
 from pannier.client.loading import highest_incarnation
 from pannier.client.process_group import is_alone, launched_as
 from pannier.client.ranks.group_store import GroupStore, join_start
@@ -90,9 +80,9 @@ class World:
         self._numbers: dict[Group, int] = {}
         self._identity: Identity | None = None
         self._seen: dict[str, int | None] = {}
-        self._agree_on_coordinator: Callable[[], Rendezvous | None] = lambda: None
-        """Agrees with the other ranks on the coordinator of all hosts."""
-        self._host_info: HostInfo | None = None
+        self._agreement: Agreement | None = None
+        """With the other ranks, on the coordinator of all hosts; None: this host's daemons have their own, or one
+        is configured."""
         self.known_daemons: DaemonSpec | None = None
         """The daemons that :meth:`daemons` has returned; None: not called yet."""
 
@@ -181,18 +171,17 @@ class World:
     def daemons(self, settings: Settings) -> DaemonSpec:
         """This host's embedded daemons, which share a coordinator with those of other hosts.
 
-        Raises what :func:`pannier.client.embedded.rendezvous.agree` and :func:`~.join` raise. For one thread at
-        a time.
+        For one thread at a time.
+
+        Raises:
+            PannierError: what :meth:`identity` and :meth:`pannier.client.embedded.rendezvous.Agreement.daemons` raise.
         """
         self.identity(settings)
         if self.known_daemons is None:
-            rendezvous = self._agree_on_coordinator()
-            if rendezvous is None or self._host_info is None:
-                self.known_daemons = host_daemons(settings)
-                if settings.coordinator is None:
-                    upload_left_spools(settings)
-            else:
-                self.known_daemons = join(settings, rendezvous, self._host_info)
+            agreement = self._agreement
+            self.known_daemons = (
+                host_daemons(settings) if agreement is None else agreement.daemons()
+            )
         return self.known_daemons
 
     def _create_identity(self, settings: Settings) -> Identity:
@@ -206,9 +195,10 @@ class World:
         }
         shared: dict[str, Any] = own
         if not self.alone:
+            place = None
             if settings.embedded and settings.coordinator is None:
-                self._host_info = host_info(self.rank, host, self.size, settings)
-                own["host_info"] = asdict(self._host_info)
+                place = host_info(self.rank, host, self.size, settings)
+                own["host_info"] = asdict(place)
             hosts, why = default_hosts(), f"incarnation of rank {self.rank}"
             start = join_start(hosts, description=why, timeout_s=settings.plan_timeout)
             store = GroupStore(
@@ -220,7 +210,12 @@ class World:
             # A process may have several clients, or later ones with other settings.
             incarnation = start.next_number("", "incarnation")
             shared = store.claim(str(incarnation), own)
-            self._prepare_rendezvous(store, incarnation, shared, settings)
+            self._check_same_daemons(place, shared, settings)
+            if place is not None:
+                first = HostInfo(**shared["host_info"])
+                self._agreement = Agreement(
+                    store, incarnation, place, first, size=self.size, settings=settings
+                )
         if settings.job is not None and shared["job"] != settings.job:
             raise ConfigurationError(
                 f"PANNIER_JOB={settings.job} on rank {self.rank}, but {shared['job']} on rank "
@@ -236,20 +231,13 @@ class World:
             launch=str(shared["launch"]),
         )
 
-    def _prepare_rendezvous(
-        self, store: GroupStore, incarnation: int, shared: dict[str, Any], settings: Settings
+    def _check_same_daemons(
+        self, place: HostInfo | None, shared: dict[str, Any], settings: Settings
     ) -> None:
-        own = self._host_info
-        if settings.embedded and (own is None) is ("host_info" in shared):
+        """Raises ConfigurationError where one of this rank and the first one has a coordinator configured."""
+        if settings.embedded and (place is None) is ("host_info" in shared):
             named = f"PANNIER_COORDINATOR={settings.coordinator}"
             raise ConfigurationError(
-                f"rank {self.rank} has {'no PANNIER_COORDINATOR' if own else named}, unlike rank "
+                f"rank {self.rank} has {'no PANNIER_COORDINATOR' if place else named}, unlike rank "
                 f"{shared['rank']} ({shared['host']}): set it, or PANNIER_SIDECAR, for all ranks"
             )
-        if own is None:
-            return
-        first = HostInfo(**shared["host_info"])
-        # Cached: the ranks agree only once, even if joining the coordinator fails.
-        self._agree_on_coordinator = functools.cache(
-            lambda: agree(store, incarnation, own, first, size=self.size, settings=settings)
-        )

@@ -13,15 +13,15 @@ import _thread
 import contextvars
 import functools
 import logging
-import os
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, Generic, ParamSpec, TypeVar
+
+from pannier.client.fork_hooks import reset_in_child
 
 _log = logging.getLogger(__name__)
 
@@ -133,8 +133,8 @@ def in_callback() -> bool:
     return _here.in_callback
 
 
-_Answer = queue.SimpleQueue[tuple[Any, BaseException | None]]
-_Job = tuple[Callable[[], Any], contextvars.Context, _Answer]
+_Outcome = tuple[Any, BaseException | None]
+_Job = tuple[Callable[[], Any], contextvars.Context, Callable[[_Outcome], object]]
 _Inbox = queue.SimpleQueue[_Job]
 _idle: queue.SimpleQueue[_Inbox] = queue.SimpleQueue()
 """Inboxes of idle threads. Operations on it are in C, and so safe on the main thread."""
@@ -150,17 +150,23 @@ class Call(Generic[_T]):
     An exception in the caller's thread ends only the wait, not the function: what the function acquires
     must belong to an object that existed before. Raises RuntimeError when the interpreter is ending and
     starts no threads.
+
+    Args:
+        function: what runs.
+        answer: called with its result and error, in its thread; by default :meth:`result` has them.
     """
 
-    def __init__(self, function: Callable[[], _T]) -> None:
-        self._answer: _Answer = queue.SimpleQueue()
+    def __init__(
+        self, function: Callable[[], _T], answer: Callable[[_Outcome], object] | None = None
+    ) -> None:
+        self._answer: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         try:
             inbox = _idle.get_nowait()
         except queue.Empty:
             inbox = queue.SimpleQueue()
             # Not Thread.start, which waits on an event for the thread to run.
             _thread.start_new_thread(_start_worker, (inbox,))
-        inbox.put((function, contextvars.copy_context(), self._answer))
+        inbox.put((function, contextvars.copy_context(), answer or self._answer.put))
 
     def result(self, timeout: float | None = None) -> _T:
         """Returns or raises, once, what the function did; UnansweredError after ``timeout`` seconds."""
@@ -196,7 +202,7 @@ def aside(function: Callable[[], _T]) -> _T:
 def _start_worker(inbox: _Inbox) -> None:
     # threading would keep a dummy object for ever for a thread that _thread started.
     try:
-        threading.Thread(target=_work, args=(inbox,), name="pannier-aside", daemon=True).start()
+        threading.Thread(target=_work, args=(inbox,), name="pannier-work", daemon=True).start()
     except RuntimeError:  # no second thread can be started, and a caller waits for this inbox
         _work(inbox)
 
@@ -204,69 +210,24 @@ def _start_worker(inbox: _Inbox) -> None:
 def _work(inbox: _Inbox) -> None:
     while True:
         function, context, answer = inbox.get()
-        outcome: tuple[Any, BaseException | None]
+        outcome: _Outcome
         try:
             outcome = context.run(function), None
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             outcome = None, error
         # First, so that the next call finds this thread.
         _idle.put(inbox)
-        answer.put(outcome)
+        answer(outcome)
         # An idle thread must not reference objects of the last call.
         del function, context, answer, outcome
 
 
-_gone: queue.SimpleQueue["weakref.ref[Any]"] = queue.SimpleQueue()
-_clean_ups: Final[dict["weakref.ref[Any]", Callable[[], object]]] = {}
-"""Functions to run when an object was freed, by the reference to it."""
-_watched = False
-"""Whether the thread that runs these functions was started."""
-
-
-def clean_up_after(owner: object, function: Callable[[], object]) -> None:
-    """Runs ``function`` in another thread once ``owner`` is freed, however the call that held it ended.
-
-    A signal handler may raise a second time, in the ``except`` block that cleans up, and so cut the
-    clean-up short. The callback of the weak reference is a queue's method in C, which no handler
-    can interrupt.
-
-    Args:
-        owner: referenced by the call alone, and not by ``function``.
-        function: idempotent, since the call may have cleaned up itself.
-    """
-    if not _watched:
-        aside(_watch)
-    reference = weakref.ref(owner, _gone.put)
-    _clean_ups[reference] = function
-
-
-def _watch() -> None:
-    global _watched
-    threading.Thread(target=_clean_up, name="pannier-clean-up", daemon=True).start()
-    _watched = True
-
-
-def _clean_up() -> None:
-    while True:
-        function = _clean_ups.pop(_gone.get(), None)
-        try:
-            if function is not None:
-                function()
-        except Exception:  # noqa: BLE001 - the error of one call; the thread serves all
-            _log.exception(
-                "clean-up after an interrupted call failed; its staging memory may stay allocated"
-            )
-        # This thread must not keep objects of the call alive.
-        del function
-
-
 def _after_fork() -> None:
-    global _idle, _gone, _watched
-    _idle, _gone, _watched = queue.SimpleQueue(), queue.SimpleQueue(), False
-    _clean_ups.clear()
+    global _idle
+    _idle = queue.SimpleQueue()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+reset_in_child(_after_fork)
 
 
 def shielded(function: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from pannier.client.messages.place_line import log_resolved
 from pannier.common.locations import absolute, parse
 from pannier.wire import limits, object_names
 from pannier.wire.errors import InvalidRequestError
@@ -27,7 +26,6 @@ def checkpoint_path(checkpoint_id: str | os.PathLike[str] | None) -> str:
     url = absolute(checkpoint_id)
     parse(url)
     object_names.split_checkpoint_id(url)
-    log_resolved(checkpoint_id, url)
     return url
 
 

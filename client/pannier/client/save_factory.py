@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from pannier.client import exit_hooks
+from pannier.client import exit_hooks, fork_hooks
 from pannier.client.config import Settings
+from pannier.client.engine import engine
 from pannier.client.handle import SaveHandle
 from pannier.client.identity import World
-from pannier.client.interrupts import aside, clean_up_after, shielded
+from pannier.client.interrupts import aside, shielded
 from pannier.client.messages import console, save_line, wait_log
 from pannier.client.options import checkpoint_path, reported_path
 from pannier.client.planning import stage_plan
@@ -32,7 +33,6 @@ from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.in_flight import InFlightSaves
 from pannier.client.staging.stager import add_extra_files
-from pannier.client.transport.channel import keep_in_children
 from pannier.client.transport.membership import Membership
 from pannier.client.transport.save_errors import needs_new_plan
 from pannier.client.transport.save_task import SaveTask
@@ -73,7 +73,7 @@ class SaveFactory:
         """Whether a :meth:`close` has waited for everything, without a time-out."""
         self._exit: wait_log.Wait | None = None
         self._pid = os.getpid()
-        keep_in_children(self)
+        fork_hooks.keep(self)
         exit_hooks.add(self)
 
     @property
@@ -210,7 +210,7 @@ class SaveFactory:
 
         # Runs ``drop`` even if a signal handler raises again during the clean-up below.
         frame = _Frame()
-        clean_up_after(frame, drop)
+        engine().when_freed(frame, drop)
         try:
             task = aside(begin)
             handle = task.handle

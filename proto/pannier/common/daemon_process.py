@@ -1,12 +1,14 @@
-"""Embedded daemons whose runtime directory has lost its files, found by the lock on their spool.
+"""Whether embedded daemons run in a runtime directory.
 
-In: a runtime directory. Out: the process of its sidecar. A cleaner of ``/tmp`` removes sockets and locks, not
-processes: their supervisor makes the files again (``pannier.supervisor.runtime_directory``), for which this module
-waits. Any thread.
+In: the directory. Out: whether its sidecar accepts connections (then trainers can use it), and whether a supervisor
+holds its lock (then daemons run there, which may be starting or stopping). Both end with the processes; files that
+killed ones have left say nothing. A cleaner of ``/tmp`` removes sockets and locks, not processes: their supervisor
+makes the files again (``pannier.supervisor.runtime_directory``), for which :func:`await_restored` waits. Any thread.
 """
 
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from pannier.common import timeouts
+from pannier.wire import addresses
 
 UP_LOCK: Final = "up.lock"
 """Held by the supervisor of a runtime directory."""
@@ -22,21 +25,25 @@ PID: Final = "up.pid"
 """Process of that supervisor, unless it is stopping."""
 
 
-def sidecar_process(directory: Path) -> int | None:
-    """The process of this directory's sidecar that has locked a spool; None: none is here, or it can't be seen.
+def is_serving(directory: Path) -> bool:
+    """Whether the directory's sidecar accepts connections."""
+    return accepts(addresses.embedded_sidecar(directory))
 
-    Its command line names its socket (``pannier.supervisor.process_title``).
-    """
-    # Not in the supervisor, which stays without gRPC.
-    from pannier.wire import addresses
 
-    word = os.fsencode(addresses.embedded_sidecar(directory))
-    for process, _ in file_locks():
-        with suppress(OSError):
-            command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-            if word in command and b"sidecar" in command:
-                return int(process)
-    return None
+def accepts(address: str) -> bool:
+    """Whether a process accepts connections on a unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(timeouts.DAEMON_ACCEPT_S)
+        try:
+            probe.connect(address.removeprefix("unix://"))
+        except OSError:
+            return False
+        return True
+
+
+def serving_sidecars(directory: Path) -> list[str]:
+    """Addresses of the sidecars that accept connections, in the order of :func:`addresses.embedded_sidecars`."""
+    return [address for address in addresses.embedded_sidecars(directory) if accepts(address)]
 
 
 def file_locks() -> list[tuple[str, str]]:
@@ -54,7 +61,7 @@ def file_locks() -> list[tuple[str, str]]:
 
 
 def is_supervised(directory: Path) -> bool:
-    """Whether a supervisor holds the lock of a runtime directory."""
+    """Whether a supervisor holds the directory's lock."""
     try:
         fd = os.open(directory / UP_LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -68,18 +75,25 @@ def is_supervised(directory: Path) -> bool:
     return False
 
 
-def await_restored(directory: Path, is_up: Callable[[], bool]) -> None:
-    """Where the directory has lost its files, but not its daemons: waits until they are up again.
+def await_restored(directory: Path, is_back: Callable[[Path], bool]) -> None:
+    """Where the directory has lost its files, but not its daemons: waits until ``is_back`` is true of it.
 
-    At most RUNTIME_DIR_RESTORED_S.
+    At most RUNTIME_DIR_RESTORED_S; so also for daemons that are starting.
     """
     deadline = time.monotonic() + timeouts.RUNTIME_DIR_RESTORED_S
-    while not is_up() and _will_be_up(directory) and time.monotonic() < deadline:
+    while not is_back(directory) and _will_be_back(directory) and time.monotonic() < deadline:
         time.sleep(timeouts.DAEMONS_START_POLL_S)
 
 
-def _will_be_up(directory: Path) -> bool:
+def _will_be_back(directory: Path) -> bool:
     if is_supervised(directory):
         # Without that file it is stopping.
         return (directory / PID).exists()
-    return sidecar_process(directory) is not None
+    # The sidecar has locked its spool; its command line names its socket (pannier.supervisor.process_title).
+    word = os.fsencode(addresses.embedded_sidecar(directory))
+    for process, _ in file_locks():
+        with suppress(OSError):
+            command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+            if word in command and b"sidecar" in command:
+                return True
+    return False

@@ -65,6 +65,14 @@ async def within(
     raise asyncio.TimeoutError
 
 
+async def set_within(seconds: float, event: asyncio.Event) -> bool:
+    """Waits for ``event``; whether it was set within ``seconds``."""
+    try:
+        return await within(seconds, event.wait())
+    except asyncio.TimeoutError:
+        return False
+
+
 async def _cancel(task: "asyncio.Future[Any]") -> None:
     """Cancels ``task`` and waits until it has ended, also when the caller is cancelled again."""
     cancelled = False

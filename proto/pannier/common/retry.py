@@ -4,6 +4,7 @@ In: a call. Out: its result, or the error of the last try. The pauses double fro
 random, so that callers that failed together don't come back together. Thread-safe.
 """
 
+import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -43,13 +44,18 @@ class RetryPolicy:
         """``function()``; ``sleep`` waits between two tries."""
         return tenacity.Retrying(sleep=sleep, **self._options())(function)
 
-    async def run(self, function: Callable[[], Awaitable[T]]) -> T:
-        """``await function()``."""
+    async def run(
+        self,
+        function: Callable[[], Awaitable[T]],
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> T:
+        """``await function()``; ``sleep`` waits between two tries."""
 
         async def once() -> T:
             return await function()
 
-        return await tenacity.AsyncRetrying(**self._options())(once)
+        return await tenacity.AsyncRetrying(sleep=sleep, **self._options())(once)
 
     def _options(self) -> dict[str, Any]:
         jitter = tenacity.wait_random_exponential(multiplier=self.first_s, max=self.longest_s)

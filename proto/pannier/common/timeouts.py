@@ -124,14 +124,12 @@ WAIT_WARNING_S: Final = 2.0 * SCALE
 """Until a call that keeps the training loop waiting first logs what it waits for, on rank 0."""
 WAIT_WARNING_OTHERS_S: Final = 8.0 * SCALE
 """The same on other ranks, which mostly wait for the same as rank 0."""
-FORK_S: Final = 2.0 * SCALE
-"""How long a fork waits at most for running calls to end."""
 IN_FLIGHT_RECOUNT_S: Final = 1.0 * SCALE
 """Between two counts of the saves in flight: a save that is lost notifies no waiter."""
 COPY_POLL_S: Final = 0.01 * SCALE
 """Between two checks whether helper threads still copy, besides when one has ended."""
-LONGEST_TIMER_S: Final = 3600.0 * SCALE
-"""Far below what a condition can wait for; timers are checked again after it."""
+FREED_CHECK_S: Final = 1.0 * SCALE
+"""Between two checks whether a call was interrupted twice and has lost what it held."""
 
 # A save in the trainer's background
 
@@ -149,8 +147,6 @@ EXIT_S: Final = 60.0 * SCALE
 """How long an ending interpreter waits for a full spool without any progress."""
 STREAM_STALL_S: Final = 30.0 * SCALE
 """Without an acknowledgement for so long, a Write stream is started again."""
-STREAM_CANCEL_S: Final = 30.0 * SCALE
-"""How long a cancelled stream may still read its file's memory."""
 DESCRIPTORS_S: Final = 10.0 * SCALE
 """For the sidecar to send the descriptors of leased files."""
 LOCATE_S: Final = 5.0 * SCALE

@@ -6,7 +6,9 @@ An address is ``unix:///path`` or ``host:port``.
 import ipaddress
 import os
 import re
+import stat
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -141,8 +143,13 @@ def is_job_dir(directory: Path) -> bool:
 def job_dirs(directory: Path, job: str | None = None) -> list[Path]:
     """The existing directories of :func:`job_dir` (of one job), oldest first; of all hosts that share them."""
     pattern = f"{_JOBS}{_hash(job) if job else '*'}-*-*"
-    found = [path for path in directory.glob(pattern) if path.is_dir()]
-    return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
+    found: list[tuple[float, Path]] = []
+    for path in directory.glob(pattern):
+        with suppress(FileNotFoundError):  # just removed by another process
+            status = path.stat()
+            if stat.S_ISDIR(status.st_mode):
+                found.append((status.st_mtime, path))
+    return [path for _, path in sorted(found)]
 
 
 def _hash(text: str) -> str:
@@ -150,11 +157,9 @@ def _hash(text: str) -> str:
 
 
 def embedded_sidecars(directory: Path) -> list[str]:
-    """Addresses of embedded sidecars with a socket: first that of the usual directory, then those of
-    jobs on several hosts, newest first."""
-    places = [directory, *reversed(job_dirs(directory))]
-    known = [embedded_sidecar(place) for place in places]
-    return [each for each in known if os.path.exists(each.removeprefix("unix://"))]
+    """Addresses of the embedded sidecars that may run: first that of the usual directory, then those of jobs on
+    several hosts, newest first."""
+    return [embedded_sidecar(place) for place in (directory, *reversed(job_dirs(directory)))]
 
 
 def embedded_sidecar(directory: Path) -> str:

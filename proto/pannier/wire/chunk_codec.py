@@ -22,6 +22,8 @@ from pannier.wire.errors import InvalidRequestError
 
 CHUNK_BYTES: Final = 2 << 20
 """Payload of one message: each costs both ends several switches between threads, and fresh pages if it is larger."""
+ACKNOWLEDGE_BYTES: Final = 16 << 20
+"""Bytes between two acknowledgements of a stream; a sender goes on for at least as many without one."""
 REPLICA_CHUNK_BYTES: Final = 1 << 20
 """Payload of one message between sidecars. Smaller, since protobuf encodes it, and a rate limit delays it as a whole."""
 MAX_MESSAGE_BYTES: Final = 256 << 20

@@ -14,7 +14,7 @@ import grpc
 
 from pannier.cli.options import Address, combined, option, tls_options
 from pannier.common import timeouts
-from pannier.common.daemon_process import await_restored
+from pannier.common.daemon_process import await_restored, is_serving, serving_sidecars
 from pannier.common.locations import absolute
 from pannier.v1 import load_status_pb2, save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses, errors
@@ -57,20 +57,14 @@ def embedded_sidecars() -> list[str]:
 
     The default one comes before those of jobs on several hosts.
     """
-    default = addresses.embedded_sidecar(addresses.runtime_dir())
-    await_restored(addresses.runtime_dir(), lambda: listens(default))
-    known = addresses.embedded_sidecars(addresses.runtime_dir())
-    return [each for each in known if listens(each)] or [default]
+    directory = addresses.runtime_dir()
+    await_restored(directory, is_serving)
+    return serving_sidecars(directory) or [addresses.embedded_sidecar(directory)]
 
 
 def as_named(save: str) -> str:
     """A save's or load's id as it is; a checkpoint id as daemons have it, without ``~`` or a trailing slash."""
     return absolute(save) if "://" in save or save.startswith(("/", "./", "../", "~")) else save
-
-
-def listens(address: str) -> bool:
-    """Whether a process accepts connections at an address."""
-    return not _refusal(address)
 
 
 def _refusal(address: str) -> str:
@@ -98,8 +92,7 @@ class NoDaemonError(errors.UnavailableError):
     """No process listens at the address."""
 
     def __init__(self, address: str, refusal: str) -> None:
-        default = addresses.embedded_sidecar(addresses.runtime_dir())
-        if address == default or address in addresses.embedded_sidecars(addresses.runtime_dir()):
+        if address in addresses.embedded_sidecars(addresses.runtime_dir()):
             idle = f"{timeouts.HOST_DAEMONS_IDLE_S / 60:.0f} minutes"
             super().__init__(
                 f"no daemon runs here: it leaves {idle} after the last trainer ({address}: {refusal})"

@@ -8,11 +8,10 @@ are forked from this process: modules that it has imported are imported once, an
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
-import filelock
 
 from pannier.common import timeouts
 from pannier.common.daemon_process import PID, UP_LOCK, await_restored, is_supervised
@@ -49,16 +48,13 @@ def stop(directory: Path, timeout_s: float) -> bool:
         TimeoutError: they have not exited after ``timeout_s`` seconds.
         UnsafeDirectoryError: the directory is another user's, or its supervisor another container's.
     """
-    await_restored(directory, lambda: is_supervised(directory))
+    await_restored(directory, is_supervised)
     if not directory.exists():
         return False
     check_directory(directory)
-    lock = filelock.FileLock(directory / UP_LOCK, mode=0o600)
-    try:
-        with lock.acquire(timeout=0):
-            return False
-    except filelock.Timeout:
-        pid = read(directory / PID)  # empty when they are exiting already
+    if not is_supervised(directory):
+        return False
+    pid = read(directory / PID)  # empty when they are exiting already
     if pid:
         if not _has_open(int(pid), directory / UP_LOCK):
             raise UnsafeDirectoryError(
@@ -66,15 +62,16 @@ def stop(directory: Path, timeout_s: float) -> bool:
                 f"process {pid}: end them there"
             )
         os.kill(int(pid), signal.SIGTERM)
-    try:
-        with lock.acquire(timeout=timeout_s):
-            return True
-    except filelock.Timeout:
-        raise TimeoutError(
-            f"the daemons in {directory} (process {pid or 'exiting'}) have not exited within "
-            f"{timeout_s:g} s: they finish uploads within the --grace that they were started with; "
-            "their log is there"
-        ) from None
+    deadline = time.monotonic() + timeout_s
+    while is_supervised(directory):
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"the daemons in {directory} (process {pid or 'exiting'}) have not exited within "
+                f"{timeout_s:g} s: they finish uploads within the --grace that they were started with; "
+                "their log is there"
+            )
+        time.sleep(timeouts.DAEMONS_START_POLL_S)
+    return True
 
 
 class Supervisor:

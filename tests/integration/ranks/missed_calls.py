@@ -26,17 +26,22 @@ def save(step: int) -> client.SaveHandle:
     return client.async_save(state, checkpoint_id=f"{os.environ['ROOT']}/step-{step}", timeout=60)
 
 
+def outcome(step: int) -> Any:
+    """The attempt, or the error's text and the ranks that it names."""
+    try:
+        return save(step).result().attempt
+    except SaveAbortedError as error:
+        return [str(error), sorted(error.failures)]
+
+
 save(1).result()
 dist.barrier()
 if rank == 0:
     for step in (2, 3):
-        try:
-            save(step).result()
-        except SaveAbortedError as error:
-            report[f"step-{step}"] = sorted(error.failures)
+        report[f"step-{step}"] = outcome(step)
 dist.barrier()
-for step in (4, 5):
-    report[f"step-{step}"] = save(step).result().attempt
+for step in (4, 5, 6):
+    report[f"step-{step}"] = outcome(step)
 client.close()
 (Path(os.environ["REPORT"]) / f"{rank}.json").write_text(json.dumps(report))
 dist.destroy_process_group()

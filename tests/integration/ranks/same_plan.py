@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pannier import client
-from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.client.transport.connection import SidecarConnection
 
 warnings.filterwarnings("ignore")
 dist.init_process_group("gloo")
@@ -77,15 +77,15 @@ def save(step: int, planner: Any = None, **options: Any) -> None:
 
 
 def main() -> None:
-    unary = SidecarClient._call
+    unary = SidecarConnection.call_repeatedly
 
-    def counted(self: SidecarClient, method: str, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: SidecarConnection, method: str, *args: Any, **kwargs: Any) -> Any:
         # Those of the main thread are made aside, while it waits.
-        if threading.current_thread().name in ("MainThread", "pannier-aside"):
+        if threading.current_thread().name in ("MainThread", "pannier-work"):
             asked.append(method)
         return unary(self, method, *args, **kwargs)
 
-    SidecarClient._call = counted  # type: ignore[method-assign]
+    SidecarConnection.call_repeatedly = counted  # type: ignore[method-assign]
     client.prepare(state(0), os.environ["ROOT"])
     save(1)
     save(2)

@@ -9,6 +9,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from pannier.client.embedded.certificates import TlsBundle
+from pannier.client.embedded.daemon_spec import DaemonSpec, tls_files, tls_texts, write_files
+
 _HOUR = datetime.timedelta(hours=1)
 
 
@@ -150,3 +153,9 @@ def _called(host: str) -> x509.GeneralName:
 
 def _name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def write_tls(tls: TlsBundle, directory: Path) -> tuple[Path, Path, Path]:
+    """Writes them as a client does for its embedded daemons; the certificate, the key and the CA."""
+    write_files(DaemonSpec(directory, None, flags=("--discard",), files=tls_texts(tls)))
+    return tls_files(directory)

@@ -168,6 +168,21 @@ def test_down_kills_no_process_that_an_old_file_names(up: Up) -> None:
     assert down(up.directory).output == f"no daemons run: {up.directory}\n"
 
 
+def test_down_names_other_daemons_that_run_and_none_that_were_killed(up: Up) -> None:
+    """As after an upgrade: the runtime directory of another version, or of a job on several hosts."""
+    usual = up.directory
+    up.directory = addresses.job_dir(usual, "a job", "1", "a host")
+    process = up.start()
+    up.both_started()
+    assert f"other daemons run in {up.directory} (pannier " in down(usual).output
+    for pid in (process.pid, *up.pids("sidecar"), *up.pids("coordinator")):
+        os.kill(pid, signal.SIGKILL)
+    process.wait(BOUND_S)
+    assert (up.directory / "up.pid").exists()
+    assert down(usual).output == f"no daemons run: {usual}\n"
+    up.directory = usual
+
+
 def test_down_signals_no_process_of_another_container(up: Up) -> None:
     process = up.start()
     up.both_started()

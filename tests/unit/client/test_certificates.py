@@ -12,11 +12,11 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pannier.client.embedded.certificates import PEER_NAME, TlsBundle, issue
-from pannier.client.embedded.daemon_spec import write_tls_files
 from pannier.client.embedded.network import probe_daemon
 from pannier.common import timeouts
 from pannier.daemon.listeners import bind_listeners, server_options
 from pannier.wire.tls import Tls
+from support.network.certificates import write_tls
 from support.processes.ranks import free_port
 
 SOON_S = 3.0
@@ -24,7 +24,7 @@ SOON_S = 3.0
 
 def tls(papers: TlsBundle, directory: Path) -> Tls:
     directory.mkdir()
-    return Tls(*write_tls_files(directory, papers))
+    return Tls(*write_tls(papers, directory))
 
 
 class SlowHealth(health.HealthServicer):
@@ -53,13 +53,13 @@ def test_only_who_holds_the_jobs_papers_can_call(tmp_path: Path) -> None:
     server, caller = issue("127.0.0.1")
     _, stranger = issue("127.0.0.1")
     with serving(tls(server, tmp_path / "server")) as address:
-        assert probe_daemon(address, tls(caller, tmp_path / "caller"), SOON_S) == ""
+        assert probe_daemon(address, caller.channel_credentials(), SOON_S) == ""
         # Another job's are signed by another CA.
-        other = tls(stranger, tmp_path / "other")
+        other = stranger.channel_credentials()
         assert "isn't signed by a CA" in probe_daemon(address, other, SOON_S)
         # Who knows the CA, which is no secret, still needs a certificate of its own.
         mixed = TlsBundle(cert=stranger.cert, key=stranger.key, ca=caller.ca)
-        assert "can't be reached" in probe_daemon(address, tls(mixed, tmp_path / "mixed"), SOON_S)
+        assert "can't be reached" in probe_daemon(address, mixed.channel_credentials(), SOON_S)
         for credentials in (None, grpc.ssl_channel_credentials(caller.ca.encode())):
             with (
                 grpc.insecure_channel(address)
@@ -74,9 +74,9 @@ def test_only_who_holds_the_jobs_papers_can_call(tmp_path: Path) -> None:
 
 def test_a_callers_papers_are_no_coordinators(tmp_path: Path) -> None:
     server, caller = issue("127.0.0.1")
-    callers = tls(caller, tmp_path / "caller")
+    callers = caller.channel_credentials()
     # One host of the job can't pass for the coordinator of the others.
-    with serving(callers) as address:
+    with serving(tls(caller, tmp_path / "caller")) as address:
         assert "for another host name" in probe_daemon(address, callers, SOON_S)
     with serving(tls(server, tmp_path / "server")) as address:
         assert probe_daemon(address, callers, SOON_S) == ""
@@ -104,7 +104,7 @@ def test_all_sidecars_of_a_job_are_believed_by_the_name_that_they_share(tmp_path
 def test_the_coordinator_is_believed_under_its_own_address_only(tmp_path: Path) -> None:
     server, caller = issue("10.0.0.1")
     with serving(tls(server, tmp_path / "server")) as address:
-        why = probe_daemon(address, tls(caller, tmp_path / "caller"), SOON_S)
+        why = probe_daemon(address, caller.channel_credentials(), SOON_S)
         assert "for another host name" in why
 
 
@@ -114,7 +114,7 @@ def test_a_coordinator_on_a_busy_host_is_slow_but_not_out_of_reach(
     server, caller = issue("127.0.0.1")
     monkeypatch.setattr(timeouts, "COORDINATOR_REACH_S", 0.2)
     with serving(tls(server, tmp_path / "server"), SlowHealth) as address:
-        callers = tls(caller, tmp_path / "caller")
+        callers = caller.channel_credentials()
         assert probe_daemon(address, callers, timeouts.COORDINATOR_START_S) == ""
         assert "did not answer within the deadline" in probe_daemon(address, callers, 0.3)
 
@@ -132,7 +132,7 @@ def test_names_and_numbers_are_both_good(host: str) -> None:
 def test_keys_are_for_one_user_and_not_in_any_text(tmp_path: Path) -> None:
     server, caller = issue("127.0.0.1")
     for papers in (server, caller):
-        for path in write_tls_files(tmp_path, papers):
+        for path in write_tls(papers, tmp_path):
             assert path.stat().st_mode & 0o777 == 0o600
         assert "PRIVATE" in papers.key
         assert "PRIVATE" not in f"{papers} {papers!r}"

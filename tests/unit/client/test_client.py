@@ -878,7 +878,7 @@ def test_close_waits_until_ingested_and_handles_still_resolve(
     handle.result(BOUND_S)
     session = client.save_factory._memberships[True]._sidecar
     assert session is not None
-    wait_until(session._connection.closed.is_set)
+    wait_until(lambda: session.is_closed)
     with pytest.raises(InvalidRequestError, match="closed"):
         client.async_save(state(), checkpoint_id="/x/y")
 

@@ -4,13 +4,10 @@ import io
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from pannier.client import options
-from pannier.client.loading import filesystem
-from pannier.client.messages import console, place_line
+from pannier.client.messages import console
 from pannier.client.messages.save_line import log_committed
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import ConfigurationError
@@ -150,31 +147,3 @@ def test_a_save_is_one_line_of_the_groups_first_rank(
     with caplog.at_level("INFO", "pannier"):
         log_committed(context, size, durable_s, stalled_s)
     assert [record.message for record in caplog.records] == ([line] if line else [])
-
-
-@unconfigured()
-def test_a_place_that_is_not_as_it_was_written_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(place_line, "_logged", set())
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    console.install()
-    for place in (
-        "run/step-1",
-        "run/step-2",
-        "~/run/step-3",
-        f"{tmp_path}/x/step-1/",
-        "gs://b/x/y",
-    ):
-        options.checkpoint_path(place)
-    filesystem.readable("run")
-    filesystem.readable("~/deeper/other")
-    options.checkpoint_path("deeper/other/step-1")
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    options.checkpoint_path("third/step-1")
-    assert capsys.readouterr().err.splitlines() == [
-        f"pannier: run/step-1 is {tmp_path}/run/step-1",
-        f"pannier: ~/deeper/other is {tmp_path}/deeper/other",
-    ]

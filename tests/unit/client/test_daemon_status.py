@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from pannier.client.embedded.daemon_spec import DaemonSpec
-from pannier.client.embedded.daemon_status import await_others, is_idle
+from pannier.client.embedded.launcher import await_others, is_idle
 from pannier.common import timeouts
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
 from pannier.wire import addresses

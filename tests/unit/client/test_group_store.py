@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from pannier.client import machine
+from pannier.client.engine import engine
 from pannier.client.ranks import group_store
 from pannier.client.ranks.group_store import GroupStore, StartError, StoreFailedError
 from pannier.client.ranks.rank_hosts import RankHosts
@@ -64,16 +65,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
 
-def test_the_first_rank_to_come_decides_and_no_thread_is_left_once_all_have_joined(
+def test_the_first_rank_to_come_decides_and_confirms_only_until_all_have_joined(
     store: Any,
 ) -> None:
-    before = set(threading.enumerate())
+    before = set(engine().running)
     ranks = Ranks(store)
     assert len({ranks.join(rank, place) for rank, place in ((1, "a"), (0, "b"), (2, "a"))}) == 1
-    for thread in set(threading.enumerate()) - before:
-        if thread.name == "pannier-start":
-            thread.join(BOUND_S)
-            assert not thread.is_alive()
+    wait_until(lambda: engine().running <= before)
 
 
 @pytest.fixture
@@ -82,8 +80,13 @@ def pool() -> Any:
         yield made
 
 
+def read(store: GroupStore, key: str) -> Any:
+    return store.run(lambda call: call.get(key))
+
+
 def awaits_confirmation(waiting: Future[str], *, store: Any, asks: Callable[[str], bool]) -> None:
-    claim = GroupStore(store, RankHosts(9), description="test", timeout_s=BOUND_S).read("start")
+    here = GroupStore(store, RankHosts(9), description="test", timeout_s=BOUND_S)
+    claim = read(here, "start")
     wait_until(lambda: waiting.done() or asks(claim["id"]))
     assert not waiting.done()
 
@@ -99,9 +102,9 @@ def test_a_rank_waits_for_the_one_that_claimed_the_start_however_long_that_stand
     going_on = threading.Event()
     run = group_store._Confirming._run
 
-    def stopped(confirming: group_store._Confirming) -> None:
-        going_on.wait(BOUND_S)
-        run(confirming)
+    async def stopped(confirming: group_store._Confirming) -> None:
+        await engine().in_thread(lambda: going_on.wait(BOUND_S))
+        await run(confirming)
 
     monkeypatch.setattr(group_store._Confirming, "_run", stopped)
     ranks = Ranks(store)
@@ -186,14 +189,14 @@ def test_calls_are_counted_by_kind_and_group_and_what_they_left_is_removed_once(
 
 def test_values_claims_counts_and_what_is_not_there(store: Any) -> None:
     here = GroupStore(store, RankHosts(0), description="test", timeout_s=BOUND_S)
-    assert here.read("key") is None
+    assert read(here, "key") is None
     assert here.claim("key", ["one"]) == ["one"]
     assert here.claim("key", ["other"]) == ["one"]
     assert here.run(lambda call: call.claim("key", 2, instead_of=["other"])) == ["one"]
     assert here.run(lambda call: call.claim("key", 2, instead_of=["one"])) == 2
-    assert here.read("key") == 2
-    assert [here.count("n", more) for more in (0, 1, 2, 0)] == [0, 1, 3, 3]
-    assert here.poll(lambda: here.read("key"), BOUND_S) == 2
+    assert read(here, "key") == 2
+    counts = [here.run(lambda call, more=more: call.count("n", more)) for more in (0, 1, 2, 0)]  # type: ignore[misc]
+    assert counts == [0, 1, 3, 3]
     assert here.await_value("none", 0.05) is None
     keys = [f"many/{number}" for number in range(600)]
     for number, key in enumerate(keys):
@@ -208,7 +211,7 @@ def test_a_store_that_fails_is_named() -> None:
 
     here = GroupStore(Gone(), RankHosts(3), description="incarnation", timeout_s=5)  # type: ignore[arg-type]
     with pytest.raises(StoreFailedError, match=r"store, which rank 0.*Connection reset by peer"):
-        here.read("key")
+        read(here, "key")
 
 
 def test_when_this_process_began() -> None:

@@ -20,7 +20,6 @@ from pannier.client.interrupts import Call, Condition, Event, SafeFuture, aside
 from pannier.client.messages.wait_log import Wait
 from pannier.client.staging.host_copy import HostCopies
 from pannier.client.staging.in_flight import InFlightSaves
-from pannier.client.timers import Timers
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import UnavailableError
@@ -415,20 +414,3 @@ def test_the_second_signal_ends_the_wait_and_names_what_was_not_handed_over(
     assert "/x/y" in said
     assert "not handed over to the sidecar" in said
     assert process.returncode == (143 if name == "SIGTERM" else -signal.SIGINT)
-
-
-def test_timers_whose_thread_could_not_be_started_start_it_with_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    timers, ran = Timers("test"), threading.Event()
-    with monkeypatch.context() as patch:
-
-        def refuses(thread: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        patch.setattr(timers, "_begin", refuses)
-        with pytest.raises(RuntimeError):
-            timers.start(0, lambda: None)
-    timers.start(0, ran.set)
-    assert ran.wait(BOUND_S)
-    timers.close()

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from pannier.client.config import Settings
-from pannier.client.embedded import daemon_status, launcher
+from pannier.client.embedded import launcher
+from pannier.client.embedded.daemon_spec import host_daemons
 from pannier.common import timeouts
 from pannier.common.daemon_record import DaemonRecord, decisive_variables
 from pannier.wire.errors import ConfigurationError, UnavailableError, VersionMismatchError
@@ -63,6 +64,13 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+def ensure(settings: Settings) -> str:
+    """The address of the sidecar that then runs."""
+    daemons = host_daemons(settings)
+    launcher.ensure(settings, daemons)
+    return daemons.sidecar
+
+
 def started(run: Path) -> list[dict[str, Any]]:
     log = run / "started"
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
@@ -71,9 +79,7 @@ def started(run: Path) -> list[dict[str, Any]]:
 def test_daemons_are_started_once_by_many_and_found_by_all(directory: Path) -> None:
     settings = Settings(runtime_dir=directory)
     found: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(launcher.ensure(settings))) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(ensure(settings))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -92,7 +98,7 @@ def test_they_are_nobodys_children_and_know_no_rank(
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     with socket.socket() as open_here:
         os.set_inheritable(open_here.fileno(), True)
-        launcher.ensure(Settings(runtime_dir=directory, spool=Path("/tmp/some-spool")))
+        ensure(Settings(runtime_dir=directory, spool=Path("/tmp/some-spool")))
         number = str(open_here.fileno())
     (one,) = started(directory)
     assert one["sid"] != os.getsid(0)
@@ -103,7 +109,7 @@ def test_they_are_nobodys_children_and_know_no_rank(
     assert "LD_PRELOAD" in one["env"]
     assert number not in one["fds"]
     assert one["env"]["PANNIER_SPOOL"] == "/tmp/some-spool"
-    assert "starting up" in (directory / launcher.LOG).read_text()
+    assert "starting up" in (directory / "up.log").read_text()
 
 
 def test_they_outlive_ctrl_c_and_the_end_of_the_trainers_group(directory: Path) -> None:
@@ -111,8 +117,10 @@ def test_they_outlive_ctrl_c_and_the_end_of_the_trainers_group(directory: Path) 
         "import sys; sys.executable = sys.argv[1]\n"
         "from pathlib import Path\n"
         "from pannier.client.embedded import launcher\n"
+        "from pannier.client.embedded.daemon_spec import host_daemons\n"
         "from pannier.client.config import Settings\n"
-        "launcher.ensure(Settings(runtime_dir=Path(sys.argv[2])))\n"
+        "settings = Settings(runtime_dir=Path(sys.argv[2]))\n"
+        "launcher.ensure(settings, host_daemons(settings))\n"
         "print('up', flush=True); sys.stdin.read()"
     )
     python = os.path.join(sys.prefix, "bin", "python")
@@ -129,7 +137,7 @@ def test_they_outlive_ctrl_c_and_the_end_of_the_trainers_group(directory: Path) 
         trainer.wait(BOUND_S)
     (one,) = started(directory)
     os.kill(one["pid"], 0)
-    assert launcher.ensure(Settings(runtime_dir=directory)).endswith("sidecar.sock")
+    assert ensure(Settings(runtime_dir=directory)).endswith("sidecar.sock")
     assert len(started(directory)) == 1
 
 
@@ -138,7 +146,7 @@ def test_daemons_that_end_while_starting_are_an_error_with_their_last_words(
 ) -> None:
     monkeypatch.setenv("FAKE", "fail")
     with pytest.raises(UnavailableError, match=r"(?s)exited while starting.*no room on the disk"):
-        launcher.ensure(Settings(runtime_dir=directory))
+        ensure(Settings(runtime_dir=directory))
 
 
 def test_an_error_has_only_the_lines_of_this_start(
@@ -148,7 +156,7 @@ def test_an_error_has_only_the_lines_of_this_start(
     (directory / "up.log").write_text("old lines\n" * 100)
     monkeypatch.setenv("FAKE", "fail")
     with pytest.raises(UnavailableError, match="no room on the disk") as caught:
-        launcher.ensure(Settings(runtime_dir=directory))
+        ensure(Settings(runtime_dir=directory))
     assert "old lines" not in str(caught.value)
 
 
@@ -156,15 +164,15 @@ def test_daemons_that_do_not_come_up_are_an_error_with_their_last_words(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never_accepts(_: object) -> bool:
-        log = directory / launcher.LOG
+        log = directory / "up.log"
         if log.exists():
             wait_until(lambda: "starting up" in log.read_text())
         return False
 
     monkeypatch.setattr(timeouts, "DAEMONS_START_S", 0.2)
-    monkeypatch.setattr(launcher, "accepts", never_accepts)
+    monkeypatch.setattr(launcher, "is_serving", never_accepts)
     with pytest.raises(UnavailableError, match=r"(?s)did not start within 0.2 s.*starting up"):
-        launcher.ensure(Settings(runtime_dir=directory))
+        ensure(Settings(runtime_dir=directory))
 
 
 def test_daemons_of_other_settings_are_refused_with_the_settings_names(
@@ -172,14 +180,14 @@ def test_daemons_of_other_settings_are_refused_with_the_settings_names(
 ) -> None:
     monkeypatch.setenv("AWS_PROFILE", "mine")
     settings = Settings(runtime_dir=directory, spool=Path("/tmp/some-spool"))
-    launcher.ensure(settings)
+    ensure(settings)
     (one,) = started(directory)
     DaemonRecord.of_this_process(decisive_variables(one["env"]), exits_idle=True).write(directory)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "rotated")
-    launcher.ensure(settings)
+    ensure(settings)
     monkeypatch.setenv("AWS_PROFILE", "another")
     with pytest.raises(ConfigurationError) as caught:
-        launcher.ensure(
+        ensure(
             Settings(
                 runtime_dir=directory, spool=Path("/tmp/some-spool"), coordinator="10.0.0.2:7070"
             )
@@ -197,23 +205,23 @@ def test_daemons_that_keep_other_checkpoints_are_refused(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(runtime_dir=directory)
-    launcher.ensure(settings)
+    ensure(settings)
     (one,) = started(directory)
     DaemonRecord.of_this_process(decisive_variables(one["env"]), exits_idle=True).write(directory)
     monkeypatch.setenv("PANNIER_RETENTION_PATTERN", "checkpoint-*/dcp")
     with pytest.raises(
         ConfigurationError, match=r"PANNIER_RETENTION_PATTERN, and would .* or keep others of them"
     ):
-        launcher.ensure(settings)
+        ensure(settings)
 
 
 def test_daemons_of_another_wire_version_are_refused_with_whose_they_are(directory: Path) -> None:
     settings = Settings(runtime_dir=directory)
-    launcher.ensure(settings)
+    ensure(settings)
     record = DaemonRecord.of_this_process({}, exits_idle=False)
     replace(record, version="9.9", wire_version=77).write(directory)
     with pytest.raises(VersionMismatchError) as caught:
-        launcher.ensure(settings)
+        ensure(settings)
     assert "(pannier 9.9 of the environment" in str(caught.value)
     assert "have wire version 77" in str(caught.value)
     assert f"`pannier down --runtime-dir {directory}`" in str(caught.value)
@@ -223,20 +231,13 @@ def test_idle_daemons_that_do_not_exit_are_an_error_with_the_reason(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(runtime_dir=directory)
-    launcher.ensure(settings)
+    ensure(settings)
     record = DaemonRecord.of_this_process({}, exits_idle=True)
     replace(record, version="9.9").write(directory)
-    monkeypatch.setattr(daemon_status, "is_idle", lambda _: True)
+    monkeypatch.setattr(launcher, "is_idle", lambda _: True)
     monkeypatch.setenv("FAKE", "fail")
     with pytest.raises(UnavailableError, match=r"(?s)could not be ended: .*no room on the disk"):
-        launcher.ensure(settings)
-
-
-def test_a_stale_socket_is_no_daemon(directory: Path) -> None:
-    directory.mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(directory / "sidecar.sock"))
-    assert not launcher.accepts(str(directory / "sidecar.sock"))
+        ensure(settings)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
@@ -244,4 +245,4 @@ def test_a_directory_of_another_user_is_refused(directory: Path) -> None:
     directory.mkdir(mode=0o755)
     os.chown(directory, 65534, 65534)
     with pytest.raises(ConfigurationError, match=r"PANNIER_RUNTIME_DIR=.* not a directory of user"):
-        launcher.ensure(Settings(runtime_dir=directory))
+        ensure(Settings(runtime_dir=directory))

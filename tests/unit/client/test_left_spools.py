@@ -4,7 +4,6 @@ import fcntl
 import os
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +12,20 @@ import pytest
 
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher, left_spools
-from pannier.client.embedded.daemon_spec import DaemonSpec, job_daemons, read_record, write_record
+from pannier.client.embedded.daemon_spec import (
+    DaemonSpec,
+    environment,
+    host_daemons,
+    job_daemons,
+    read_record,
+    write_files,
+)
+from pannier.client.identity import World
+from pannier.client.transport.membership import Membership
 from pannier.common.daemon_record import DaemonRecord, decisive_variables
 from pannier.wire import addresses
+from support.actors.scripted_sidecar import ScriptedSidecar, wait_until
 from support.processes.daemons import short_directory
-from support.processes.stretch import BOUND_S
 
 JOB, OTHER = "run 7", "run 8"
 HERE = socket.gethostname()
@@ -37,21 +45,26 @@ class Starts:
         job: str = JOB,
         place: str = HERE,
         listen: str | None = None,
-        **environment: str,
+        **variables: str,
     ) -> DaemonSpec:
         """One that was started with these variables."""
         directory = addresses.job_dir(self.settings.runtime_dir, job, word, place)
         directory.mkdir()
         pair = job_daemons(self.settings, directory, listen=listen, coordinator="10.0.0.1:7070")
-        write_record(pair)
+        write_files(pair)
         assert pair.spool is not None
         pair.spool.mkdir(parents=True)
-        own = {**launcher.environment(self.settings, pair), **environment}
+        own = {**environment(self.settings, pair), **variables}
         DaemonRecord.of_this_process(decisive_variables(own), exits_idle=True).write(directory)
         return pair
 
     def begin(self, newest: DaemonSpec) -> None:
-        left_spools._upload(self.settings, newest.directory)
+        earlier = [
+            path
+            for path in addresses.job_dirs(self.settings.runtime_dir)
+            if path != newest.directory
+        ]
+        left_spools.upload(self.settings, earlier)
 
 
 @pytest.fixture
@@ -59,14 +72,12 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     directory = short_directory()
     made = Starts(directory)
 
-    def ensure(settings: Settings, pair: DaemonSpec) -> str:
-        assert pair.prepare is not None
-        pair.prepare()
+    def start(settings: Settings, pair: DaemonSpec) -> None:
+        write_files(pair)
         made.started.append(pair)
-        return ""
 
-    monkeypatch.setattr(launcher, "ensure", ensure)
-    monkeypatch.setattr(launcher, "is_up", lambda pair: pair.directory in made.up)
+    monkeypatch.setattr(launcher, "start", start)
+    monkeypatch.setattr(left_spools, "is_serving", lambda directory: directory in made.up)
     yield made
     shutil.rmtree(directory)
 
@@ -113,12 +124,23 @@ def test_where_the_coordinator_was_the_sidecar_starts_alone(starts: Starts) -> N
 
 
 def test_a_later_start_on_one_host_has_them_uploaded_too(starts: Starts) -> None:
-    left_spools.upload_left_spools(starts.settings)
+    current = host_daemons(starts.settings)
+    left_spools.upload_aside(starts.settings, current)
     killed = starts.add("one")
-    left_spools.upload_left_spools(starts.settings)
-    for thread in threading.enumerate():
-        if thread.name == "pannier-left":
-            thread.join(BOUND_S)
+    left_spools.upload_aside(starts.settings, current)
+    wait_until(lambda: bool(starts.started))
+    assert [each.directory for each in starts.started] == [killed.directory]
+
+
+def test_what_killed_daemons_left_is_uploaded_also_by_a_start_whose_daemons_run(
+    starts: Starts,
+) -> None:
+    killed, current = starts.add("one"), starts.add("new")
+    world = World(alone=True)
+    world.known_daemons = current
+    with ScriptedSidecar(current.directory, name="sidecar.sock"):
+        Membership(world, starts.settings).sidecar().close()
+        wait_until(lambda: bool(starts.started))
     assert [each.directory for each in starts.started] == [killed.directory]
 
 

@@ -1,8 +1,10 @@
 """How ranks settle which host has the coordinator: threads play them, on a store of this process."""
 
 import hashlib
+import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from pannier.client.config import Settings
-from pannier.client.embedded import launcher, network, rendezvous
+from pannier.client.embedded import network, rendezvous
 from pannier.client.embedded.certificates import TlsBundle, issue
-from pannier.client.embedded.daemon_spec import job_daemons, write_record, write_tls_files
-from pannier.client.embedded.rendezvous import HostInfo, Rendezvous, agree
+from pannier.client.embedded.daemon_spec import environment, job_daemons, tls_texts, write_files
+from pannier.client.embedded.rendezvous import Agreement, HostInfo, Rendezvous
 from pannier.client.ranks.group_store import GroupStore
 from pannier.client.ranks.rank_hosts import RankHosts
 from pannier.common import timeouts
@@ -57,6 +59,7 @@ class Ranks:
         ]
         self.first = self.hosts[first]
         self._settings = settings
+        self._agreements: dict[int, Agreement] = {}
 
     def meet(self, rank: int) -> Rendezvous | None:
         own = self.hosts[rank]
@@ -65,7 +68,10 @@ class Ranks:
         store = GroupStore(
             self.store, RankHosts(rank), description=f"rank {rank}", timeout_s=BOUND_S
         )
-        return agree(store, 1, own, self.first, size=len(self.hosts), settings=self._settings)
+        agreement = Agreement(
+            store, 1, own, self.first, size=len(self.hosts), settings=self._settings
+        )
+        return self._agreements.setdefault(rank, agreement).rendezvous()
 
     def run(self) -> list[Rendezvous | Exception | None]:
         """The result of each rank that comes."""
@@ -270,13 +276,12 @@ def test_daemons_of_an_earlier_start_are_used_again(
     own, address = HostInfo(0, "node-a", "a", None), f"127.0.0.1:{free_port()}"
     directory = addresses.job_dir(sockets, "job j", "w", "where it was before")
     directory.mkdir()
-    pair = job_daemons(settings, directory, listen=address)
     standing = Rendezvous("w", "job j", address, HostInfo(3, "node-a", "a", None), TLS)
     server, _ = issue("127.0.0.1")
-    write_tls_files(directory, server)
-    write_record(pair)
-    (directory / "rendezvous.json").write_text(rendezvous._encode(standing))
-    kept = decisive_variables(launcher.environment(settings, pair))
+    files = {**tls_texts(server), "rendezvous.json": json.dumps(asdict(standing))}
+    pair = job_daemons(settings, directory, listen=address, files=files)
+    write_files(pair)
+    kept = decisive_variables(environment(settings, pair))
     DaemonRecord.of_this_process(kept, exits_idle=True).write(directory)
 
     def found(
@@ -295,14 +300,14 @@ def test_daemons_of_an_earlier_start_are_used_again(
         assert found() is None
         assert f"{directory} can't be used again: " in caplog.text
         assert "; this start uses others" in caplog.text
-        monkeypatch.setattr(launcher, "is_up", lambda pair: True)
+        monkeypatch.setattr(rendezvous, "is_serving", lambda _: True)
         with monkeypatch.context() as patched:
             patched.setattr(network, "probe_daemon", lambda *_: "")
             assert found() is not None
     # They live, but can't be reached at the address that they had.
     assert found() is None
     assert f"{address}: Connection refused" in caplog.text
-    monkeypatch.setattr(launcher, "is_up", lambda pair: False)
+    monkeypatch.setattr(rendezvous, "is_serving", lambda _: False)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
     assert found() is None
 
@@ -315,20 +320,36 @@ def test_the_next_training_at_an_address_is_no_other_start_of_the_last(
     settings, own = Settings(runtime_dir=sockets), HostInfo(0, "node-a", "a", None)
     directory = addresses.job_dir(sockets, key, "w", "a")
     directory.mkdir()
-    pair = job_daemons(settings, directory, listen=address)
-    write_tls_files(directory, TLS)
-    write_record(pair)
-    (directory / "rendezvous.json").write_text(
-        rendezvous._encode(Rendezvous("w", key, address, own, TLS))
-    )
-    kept = decisive_variables(launcher.environment(settings, pair))
+    standing = json.dumps(asdict(Rendezvous("w", key, address, own, TLS)))
+    files = {**tls_texts(TLS), "rendezvous.json": standing}
+    pair = job_daemons(settings, directory, listen=address, files=files)
+    write_files(pair)
+    kept = decisive_variables(environment(settings, pair))
     DaemonRecord.of_this_process(kept, exits_idle=True).write(directory)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     assert rendezvous._find_earlier(settings, key, own) is None
     # torchrun has restarted its workers, or the user named the address.
     assert rendezvous._find_earlier(Settings(runtime_dir=sockets, listen=address), key, own)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with monkeypatch.context() as patched:
+        patched.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert rendezvous._find_earlier(settings, key, own) is not None
+    # A later incarnation of the process that has used it.
+    monkeypatch.setattr(rendezvous, "_started_here", {"w"})
     assert rendezvous._find_earlier(settings, key, own) is not None
+
+
+def test_a_host_that_cannot_reach_the_coordinator_keeps_no_private_key(sockets: Path) -> None:
+    """It starts no daemons, which would remove the key when they exit."""
+    _, tls = issue("127.0.0.1")
+    address = f"127.0.0.1:{free_port()}"
+    leader = HostInfo(0, "node-a", "a", None)
+    with pytest.raises(UnavailableError, match=rf"host node-b \(rank 1\) can't reach .* {address}"):
+        rendezvous.join(
+            Settings(runtime_dir=sockets),
+            Rendezvous("w", "job j", address, leader, tls),
+            HostInfo(1, "node-b", "b", None),
+        )
+    assert [path for path in sockets.rglob("*") if path.is_file()] == []
 
 
 def test_an_address_that_cannot_be_had_is_named() -> None:

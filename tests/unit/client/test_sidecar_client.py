@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import crc32c
 import pytest
@@ -16,13 +17,12 @@ from pannier.client.identity import Identity
 from pannier.client.transport.file_stream import (
     Cancellation,
     FileSource,
-    MemoryInUseError,
     StoppedError,
-    _Messages,
 )
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
+from pannier.wire import chunk_codec
 from pannier.wire.chunk_codec import CHUNK_BYTES
 from pannier.wire.errors import (
     DeadlineError,
@@ -163,17 +163,41 @@ def test_stop_ends_a_stream_at_once(session: SidecarClient, sidecar: ScriptedSid
     assert len(ended) == 1
 
 
-def test_memory_that_grpc_still_reads_is_named_with_the_time_that_was_waited(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("end", ["stopped", "stalled", "closed", "cut"])
+def test_memory_is_read_by_no_other_thread_and_not_after_a_stream_that_ended_early(
+    session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr(timeouts, "STREAM_CANCEL_S", 0.01)
-    messages = _Messages(sidecar_pb2.FileHeader(name="__a_f"), FileSource(InMemory("f", data(10))))
-    reading = iter(messages)
-    next(reading)
-    with pytest.raises(
-        MemoryInUseError, match=r"memory of __a_f after 0\.01 s; that memory will never be reused"
-    ):
-        messages.end()
+    """Its owner stages the next save into it: the sidecar would get a mixture of both."""
+    monkeypatch.setattr(session._sender, "_stall_s", 0.3 if end == "stalled" else BOUND_S)
+    sidecar.stall_at = [0] if end != "cut" else []
+    sidecar.cut_at = [CHUNK_BYTES] if end == "cut" else []
+    readers: list[int] = []
+    encode = chunk_codec.encode
+
+    def noted(message: Any) -> bytes:
+        readers.append(threading.get_ident())
+        return encode(message)
+
+    monkeypatch.setattr(chunk_codec, "encode", noted)
+    stop = Cancellation()
+    header = sidecar_pb2.FileHeader(context=CONTEXT, name="__a_f", size=64 * CHUNK_BYTES)
+    source = FileSource(InMemory("f", bytes(64 * CHUNK_BYTES)))
+
+    def send() -> int:
+        with pytest.raises(StoppedError if end == "stopped" else UnavailableError):
+            session._sender.stream(header, source, lambda _: None, stop)
+        return threading.get_ident()
+
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(send)
+        sidecar.wait_for(lambda: "__a_f" in sidecar.files)
+        # The sidecar reads nothing more: soon the sender waits for room.
+        wait_until(lambda: len(readers) > (3 if end != "cut" else 1))
+        if end == "stopped":
+            stop.set()
+        elif end == "closed":
+            session.close()
+        assert set(readers) == {sending.result(BOUND_S)}
 
 
 def test_a_refused_file_is_an_error_at_once(

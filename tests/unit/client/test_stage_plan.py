@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.planning.local_plan import PlannerRun
+from pannier.client.transport.connection import SidecarConnection
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError, SaveAbortedError
@@ -102,14 +103,14 @@ def test_the_second_save_is_neither_planned_nor_asked_for_in_the_call(
     client.save(state(), checkpoint_id="/x/1")
     main = threading.get_ident()
     calls = []
-    unary = SidecarClient._call
+    unary = SidecarConnection.call_repeatedly
 
-    def counted(self: SidecarClient, method: str, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: SidecarConnection, method: str, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == main:
             calls.append(method)
         return unary(self, method, *args, **kwargs)
 
-    monkeypatch.setattr(SidecarClient, "_call", counted)
+    monkeypatch.setattr(SidecarConnection, "call_repeatedly", counted)
     monkeypatch.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
     handle = client.async_save(state(2.0), checkpoint_id="/x/2")
     assert not calls
@@ -485,7 +486,7 @@ def refuse(request: Any) -> None:
 
 
 @pytest.mark.parametrize("known", ["by the first bytes", "by the hand-over", "by its status"])
-def test_a_rank_that_missed_calls_continues_as_the_save_that_the_others_are_at(
+def test_a_rank_that_missed_calls_fails_the_save_that_the_others_are_at_and_is_in_step_again(
     client: Client, sidecar: ScriptedSidecar, known: str
 ) -> None:
     client.save(state(), checkpoint_id="/x/1")
@@ -502,13 +503,12 @@ def test_a_rank_that_missed_calls_continues_as_the_save_that_the_others_are_at(
         save = claims(sidecar)[0].context.save
         state_ = save_pb2.SAVE_STATE_ABORTED
         sidecar.send_status(save, state_, failure, checkpoint_id="/x/2")
-    assert handle.result(BOUND_S).checkpoint_id == "/x/7"
-    assert [r.context.save.number for r in full_plans(sidecar)] == [1, 2]
-    hand_over = claims(sidecar)[-1]
-    assert (hand_over.context.save.number, hand_over.attempt) == (7, "i1-a1-g00000000-s7")
-    names = {file.name for file in hand_over.files}
-    assert names == {f"__i1-a1-g00000000-s7_0_{end}.distcp" for end in ("0", "objects")}
-    assert {item.file for item in hand_over.varying} == {"__i1-a1-g00000000-s7_0_objects.distcp"}
+    with pytest.raises(SaveAbortedError, match="missed save calls of the other ranks"):
+        handle.result(BOUND_S)
+    (failed,) = sidecar.asked(sidecar_pb2.FailRequest)
+    assert failed.context.save.number == 7
+    assert "missed save calls" in failed.failure.message
+    sidecar.on.clear()
     client.save(state(), checkpoint_id="/x/8")
     assert claims(sidecar)[-1].context.save.number == 8
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pannier.client.engine import engine
 from pannier.client.transport.heartbeat import Heartbeat
 from pannier.common import observer_clock, timeouts
 from pannier.common.observer_clock import ObserverClock
@@ -77,7 +78,7 @@ class Sidecar:
             "sidecar", self.ping, connected=lambda: True, notify=self.said.append
         )
 
-    def ping(self, timeout: float) -> None:
+    async def ping(self, timeout: float) -> None:
         self.machine.seconds += self.takes_s
         if not self.answers:
             raise DeadlineError("no answer")
@@ -85,7 +86,7 @@ class Sidecar:
     def beat(self, takes_s: float) -> None:
         """One ping, which the trainer sees end after so long, and the pause after it."""
         self.takes_s = takes_s
-        pause = self.heartbeat._beat()
+        pause = engine().call(self.heartbeat._beat)
         self.heartbeat._clock.tick(pause)
         self.machine.seconds += pause
 
@@ -145,7 +146,7 @@ def test_a_thread_that_keeps_the_interpreter_delays_no_time_out_but_its_own(
     beats = 0
     enough = threading.Event()
 
-    def ping(timeout: float) -> None:
+    async def ping(timeout: float) -> None:
         nonlocal beats
         beats += 1
         if beats > 3:
@@ -155,9 +156,9 @@ def test_a_thread_that_keeps_the_interpreter_delays_no_time_out_but_its_own(
         raise DeadlineError("no answer")
 
     made = Heartbeat("sidecar", ping, connected=lambda: True, notify=said.append)
-    made.start()
+    running = engine().start(made.run)
     assert enough.wait(BOUND_S)
-    made.close()
+    running.cancel()
     assert not any(said)
 
 

@@ -11,6 +11,8 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import grpc
+
 from pannier.wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -33,11 +35,16 @@ class TlsBundle:
     key: str
     ca: str
 
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a client."""
+        return grpc.ssl_channel_credentials(self.ca.encode(), self.key.encode(), self.cert.encode())
+
 
 def issue(host: str) -> tuple[TlsBundle, TlsBundle]:
     """The bundles of the coordinator at ``host``, a name or an address, and of its callers.
 
-    Raises ConfigurationError: ``cryptography`` isn't installed.
+    Raises:
+        ConfigurationError: ``cryptography`` isn't installed.
     """
     try:
         from cryptography import x509

@@ -2,105 +2,107 @@
 
 In: the runtime directory of each start. Out: a sidecar on each spool whose daemons were killed; it uploads
 what was ingested, writes the receipts and exits. The new start's coordinator finds the receipts in storage.
-Daemons that still run do the same by themselves. Runs in a background thread.
+Daemons that still run do the same by themselves. Blocking, besides :func:`upload_aside`.
 """
 
 import fcntl
 import logging
 import os
 import shutil
-import threading
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher
-from pannier.client.embedded.daemon_spec import DaemonSpec, read_record, write_record
+from pannier.client.embedded.daemon_spec import DaemonSpec, read_record
+from pannier.client.interrupts import Call
 from pannier.common import daemon_record, timeouts
+from pannier.common.daemon_process import await_restored, is_serving
 from pannier.wire import addresses
 from pannier.wire.errors import PannierError
 
 _log = logging.getLogger(__name__)
 
 
-def with_left_spools(settings: Settings, spec: DaemonSpec) -> DaemonSpec:
-    """``spec`` with an ``on_start`` that uploads what earlier starts left on this host."""
-    return replace(spec, on_start=lambda: upload_left_spools(settings, spec.directory))
-
-
-def upload_left_spools(settings: Settings, current: Path | None = None) -> None:
-    """Starts sidecars on the spools that earlier starts left, in the background.
+def upload_aside(settings: Settings, current: DaemonSpec) -> None:
+    """Calls :func:`upload` in another thread for all earlier starts, if there are any.
 
     Args:
-        current: directory of this start's daemons; None: those of the host.
+        current: this start's daemons.
     """
-    if addresses.job_dirs(settings.runtime_dir):
-        threading.Thread(
-            target=_upload, args=(settings, current), name="pannier-left", daemon=True
-        ).start()
+    earlier = [
+        path for path in addresses.job_dirs(settings.runtime_dir) if path != current.directory
+    ]
+    if earlier:
+        with suppress(RuntimeError):  # the interpreter is ending and starts no threads
+            Call(lambda: upload(settings, earlier))
 
 
-def _upload(settings: Settings, current: Path | None) -> None:
-    for directory in addresses.job_dirs(settings.runtime_dir):
-        if directory == current:
-            continue
+def upload(settings: Settings, directories: Sequence[Path]) -> None:
+    """Starts sidecars on the spools that the starts with these runtime directories have left."""
+    for directory in directories:
         try:
             left = read_record(directory)
             if left is None:
                 _remove_old_log(directory)
-            elif (spool := _spool(left)) and spool.is_dir() and not launcher.is_up(left):
+            elif (spool := _spool(left)) and not is_serving(directory):
                 _start_sidecar(settings, left, spool)
-        except _InUseError:
-            continue
         except (PannierError, OSError, ValueError) as error:
-            _log.warning(
+            _log_once_per_host(
                 "saves that an earlier start left in %s are not uploaded: %s", directory, error
             )
 
 
-class _InUseError(Exception):
-    """A sidecar has locked the spool."""
-
-
 def _spool(left: DaemonSpec) -> Path | None:
-    """The spool of these daemons; None: they have locked none.
+    """The spool of these daemons; None: they have locked none, or it isn't here.
 
     Its name is no other start's. So one that is here is this host's, whatever its name is today, also where a
     file system that hosts share has the records of all.
     """
-    return left.spool or daemon_record.recorded_spool(left.directory)
+    spool = left.spool or daemon_record.recorded_spool(left.directory)
+    return spool if spool is not None and spool.is_dir() else None
 
 
-def _check_unlocked(spool: Path) -> None:
+def _is_locked(spool: Path) -> bool:
+    """Whether a sidecar has locked it: one that is ending, or on another host or in another container.
+
+    Under the lock of the daemons' start: a sidecar that starts meanwhile would find it locked by this process.
+    """
     fd = os.open(spool, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _InUseError from None
+        return True
     finally:
         os.close(fd)
+    return False
 
 
 def _start_sidecar(settings: Settings, left: DaemonSpec, spool: Path) -> None:
-    names = launcher.differing_variables(settings, left)
-    if names:
+    difference = launcher.compare(settings, left)
+    if difference is None:
+        raise FileNotFoundError("they left no record of their environment")
+    if difference.variables:
         # A sidecar that this process starts would use other storage.
-        _log.warning(
+        _log_once_per_host(
             "the daemons in %s, of an earlier start, had another value of %s: what they left is not uploaded",
-            *(left.directory, ", ".join(names)),
+            *(left.directory, ", ".join(difference.variables)),
         )
         return
-    _log.info("starting a sidecar on what an earlier start left in %s", left.directory)
-    alone = left.without_coordinator()
+    with launcher.start_lock(left):
+        await_restored(left.directory, is_serving)
+        if not is_serving(left.directory) and not _is_locked(spool):
+            _log.info("starting a sidecar on what an earlier start left in %s", left.directory)
+            # Its record then says so: a later start doesn't expect a coordinator there.
+            launcher.start(settings, left.without_coordinator())
 
-    def prepare() -> None:
-        # Under the lock of their start: no other process of this job starts them meanwhile.
-        _check_unlocked(spool)
-        # So that a later start doesn't expect a coordinator there.
-        write_record(alone)
 
-    launcher.ensure(settings, replace(alone, prepare=prepare))
+def _log_once_per_host(text: str, *values: object) -> None:
+    # All ranks of the host look at what is left.
+    level = logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG
+    _log.log(level, text, *values)
 
 
 def _remove_old_log(directory: Path) -> None:

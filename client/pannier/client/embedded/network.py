@@ -19,7 +19,7 @@ from pannier.client import machine
 from pannier.common import timeouts
 from pannier.wire.addresses import channel_options
 from pannier.wire.errors import ConfigurationError, from_rpc_error
-from pannier.wire.tls import Tls, open_channel
+from pannier.wire.tls import channel_to
 
 _ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
 """Documentation addresses (RFC 5737, RFC 3849): the route to them is the default route."""
@@ -30,8 +30,8 @@ def runtime_dir_id(directory: Path) -> str:
 
     Not the hostname, which containers may share, nor the path of the directory. It must exist.
     """
-    found = directory.stat()
-    text = f"{machine.boot_id()} {found.st_dev} {found.st_ino}"
+    status = directory.stat()
+    text = f"{machine.boot_id()} {status.st_dev} {status.st_ino}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -46,19 +46,20 @@ def own_address(towards: Iterable[str | None]) -> str | None:
     """
     last = None
     for name in (*towards, *_ANYWHERE):
-        found = _source(name) if name else None
-        if found is None:
+        address = _source(name) if name else None
+        if address is None:
             continue
-        if not ipaddress.ip_address(found).is_loopback:
-            return found
-        last = last or found
+        if not ipaddress.ip_address(address).is_loopback:
+            return address
+        last = last or address
     return last
 
 
 def free_port(address: str) -> int:
     """A TCP port that is free now on ``address``, an IP address of this host.
 
-    Raises ConfigurationError: the address isn't this host's.
+    Raises:
+        ConfigurationError: the address isn't this host's.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -73,17 +74,12 @@ def free_port(address: str) -> int:
         return port
 
 
-def is_own(address: str) -> bool:
-    """Whether ``host:port`` is an address of this host now; it may have got another one."""
-    try:
-        free_port(split_address(address)[0])
-    except ConfigurationError:
-        return False
-    return True
-
-
 def check_free(address: str) -> None:
-    """Raises ConfigurationError, which names PANNIER_LISTEN, when nothing can listen on ``host:port``."""
+    """Checks that a server can listen on ``host:port``.
+
+    Raises:
+        ConfigurationError: it can't; names PANNIER_LISTEN.
+    """
     host, port = split_address(address)
     try:
         (family, kind, protocol, _, where), *_ = socket.getaddrinfo(
@@ -120,8 +116,8 @@ def probe_port(address: str, timeout_s: float) -> str:
     return ""
 
 
-def probe_daemon(address: str, tls: Tls, timeout_s: float) -> str:
-    """Why no daemon at ``host:port`` accepts calls with this certificate; "": one does.
+def probe_daemon(address: str, credentials: grpc.ChannelCredentials, timeout_s: float) -> str:
+    """Why no daemon at ``host:port`` accepts calls with these credentials; "": one does.
 
     Args:
         timeout_s: for its answer; a busy host's daemon listens long before it answers. That there is a
@@ -129,7 +125,7 @@ def probe_daemon(address: str, tls: Tls, timeout_s: float) -> str:
     """
     if why := probe_port(address, min(timeout_s, timeouts.COORDINATOR_REACH_S)):
         return why
-    with open_channel(address, channel_options(), tls) as channel:
+    with channel_to(address, channel_options(), credentials) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
@@ -146,10 +142,10 @@ def all_ranks_here(size: int) -> bool:
 
 def _source(name: str) -> str | None:
     try:
-        found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+        routes = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
-    for family, kind, protocol, _, where in found:
+    for family, kind, protocol, _, where in routes:
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.connect(where)

@@ -2,8 +2,7 @@
 
 In: the process group's store, through which the ranks agree. Out: None if all ranks are on one host;
 otherwise the coordinator's address and the client certificate for it. The coordinator runs on the host
-of rank 0, or, if rank 0 doesn't save, of the first rank that does. One rank, the leader, decides once
-per incarnation for all. Blocking.
+of rank 0, or, if rank 0 doesn't save, of the first rank that does. Blocking.
 """
 
 import hashlib
@@ -14,25 +13,24 @@ import secrets
 import threading
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pannier.client.config import Settings
-from pannier.client.embedded import launcher, left_spools, network
+from pannier.client.embedded import launcher, network
 from pannier.client.embedded.certificates import TlsBundle, issue
 from pannier.client.embedded.daemon_spec import (
     DaemonSpec,
+    host_daemons,
     job_daemons,
     read_record,
     tls_files,
-    write_private_file,
-    write_record,
-    write_tls_files,
+    tls_texts,
 )
-from pannier.client.ranks.group_store import GroupStore
+from pannier.client.ranks.group_store import GroupStore, StoreCall, poll
 from pannier.common import timeouts
+from pannier.common.daemon_process import is_serving
 from pannier.wire import addresses
 from pannier.wire.errors import ConfigurationError, DeadlineError, UnavailableError
-from pannier.wire.tls import Tls
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +51,10 @@ class HostInfo:
     runtime_dir_id: str
     """See :func:`pannier.client.embedded.network.runtime_dir_id`; equal: the same host."""
     address: str | None
-    """The host's IP address as seen from the store's host; None: not known, or not needed."""
+    """The host's IP address as seen from the store's host; None: it has none, or it isn't needed."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host})"
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,13 @@ class Rendezvous:
 
 
 def host_info(rank: int, host: str, size: int, settings: Settings) -> HostInfo:
-    """This rank and its host. Raises ConfigurationError: the runtime directory can't be used.
+    """This rank and its host.
 
     Args:
         size: number of ranks.
+
+    Raises:
+        ConfigurationError: the runtime directory can't be used.
     """
     launcher.make_private_dir(settings.runtime_dir)
     address = None
@@ -85,265 +89,288 @@ def host_info(rank: int, host: str, size: int, settings: Settings) -> HostInfo:
     return HostInfo(rank, host, network.runtime_dir_id(settings.runtime_dir), address)
 
 
-def agree(
-    store: GroupStore,
-    incarnation: int,
-    own: HostInfo,
-    first: HostInfo,
-    *,
-    size: int,
-    settings: Settings,
-) -> Rendezvous | None:
-    """Agrees with the other ranks of the incarnation on the coordinator's host.
+class Agreement:
+    """The ranks of an incarnation agree on the host that runs the coordinator of all. For one thread at a time.
+
+    One rank, the leader, decides; only a success is final. After a failure, which all ranks raise, the leader tries
+    again at its next call.
 
     Args:
+        store: where the ranks agree.
         incarnation: number of the incarnation in the store.
-        own: this rank.
-        first: the rank that wrote to the store first.
+        this_rank: and its host.
+        first_rank: the rank that wrote to the store first.
         size: number of ranks.
-
-    Raises:
-        ConfigurationError: other hosts can't reach a coordinator on the leader's host, or
-            LOCAL_WORLD_SIZE is wrong.
-        DeadlineError: no rank has decided.
     """
-    apart = first.runtime_dir_id != own.runtime_dir_id
-    if network.all_ranks_here(size):
-        if apart:
-            raise ConfigurationError(
-                f"LOCAL_WORLD_SIZE={os.environ['LOCAL_WORLD_SIZE']} says that all ranks are on one "
-                f"host, but rank {own.rank} ({own.host}) doesn't see the runtime directory of rank "
-                f"{first.rank} ({first.host}): give all the same PANNIER_RUNTIME_DIR, {_ADVICE}"
+
+    def __init__(
+        self,
+        store: GroupStore,
+        incarnation: int,
+        this_rank: HostInfo,
+        first_rank: HostInfo,
+        *,
+        size: int,
+        settings: Settings,
+    ) -> None:
+        self._store = store
+        self._incarnation = incarnation
+        self._this_rank = this_rank
+        self._first_rank = first_rank
+        self._size = size
+        self._settings = settings
+        self._is_apart = first_rank.runtime_dir_id != this_rank.runtime_dir_id
+        self._has_reported = False
+        """Whether this rank has reported where it is."""
+        self._failures = 0
+        """Those of the leader that this rank has raised."""
+
+    def daemons(self) -> DaemonSpec:
+        """This host's daemons, which share a coordinator with those of other hosts if there are any.
+
+        Raises:
+            PannierError: what :meth:`rendezvous` and :func:`join` raise.
+        """
+        rendezvous = self.rendezvous()
+        if rendezvous is None:
+            return host_daemons(self._settings)
+        return join(self._settings, rendezvous, self._this_rank)
+
+    def rendezvous(self) -> Rendezvous | None:
+        """What the ranks have agreed on; None: all are on this host.
+
+        Raises:
+            ConfigurationError: other hosts can't reach a coordinator on the leader's host, or
+                LOCAL_WORLD_SIZE is wrong.
+            DeadlineError: no rank has decided.
+        """
+        this_rank, first_rank = self._this_rank, self._first_rank
+        if network.all_ranks_here(self._size):
+            if self._is_apart:
+                raise ConfigurationError(
+                    f"LOCAL_WORLD_SIZE={os.environ['LOCAL_WORLD_SIZE']} says that all ranks are on one "
+                    f"host, but {this_rank} doesn't see the runtime directory of "
+                    f"{first_rank}: give all the same PANNIER_RUNTIME_DIR, {_ADVICE}"
+                )
+            return None
+        outcome = self._store.run(self._report_place)
+        if outcome is None and self._store.run(self._leads):
+            return self._decide()
+        if outcome is None:
+            timeout_s = self._settings.plan_timeout
+            outcome = self._store.run(lambda store: poll(lambda: self._outcome(store), timeout_s))
+        if outcome is None:
+            leader = self._store.run(lambda store: store.get(self._key("leader")))
+            raise DeadlineError(
+                f"{this_rank} waited {self._settings.plan_timeout:g} s for rank "
+                f"{first_rank.rank if leader is None else leader} to "
+                "report which host runs the coordinator: does that rank still run?"
             )
-        return None
-    key = f"{incarnation}/rendezvous"
-    answer = store.read(key)
-    if answer is None:
-        if apart:
-            store.claim(f"{incarnation}/apart", json.dumps(asdict(own)))
-        elif store.count(f"{incarnation}/calls/{own.rank}", 1) == 1:
-            store.count(f"{incarnation}/together", 1)
-        if _is_leader(store, incarnation, own, first):
-            return _decide(store, incarnation, own, first, size=size, settings=settings)
-        answer = store.poll(
-            lambda: store.read(key) or _new_problem(store, incarnation, own), settings.plan_timeout
-        )
-    if answer is None:
-        leader = store.read(f"{incarnation}/lead") or first.rank
-        raise DeadlineError(
-            f"rank {own.rank} ({own.host}) waited {settings.plan_timeout:g} s for rank {leader} to "
-            "report which host runs the coordinator: does that rank still run?"
-        )
-    rendezvous = _decode(answer)
-    if rendezvous is None and apart:
-        raise ConfigurationError(
-            f"rank {own.rank} ({own.host}) doesn't see the runtime directory of rank {first.rank} "
-            f"({first.host}), and joined after it was decided that all ranks are on that host: give "
-            f"all the same PANNIER_RUNTIME_DIR, {_ADVICE}"
-        )
-    return rendezvous
+        if outcome["problem"]:
+            self._failures = outcome["failures"]
+            raise ConfigurationError(
+                f"the hosts have no coordinator in common: {outcome['problem']}"
+            )
+        if outcome["rendezvous"] is None and self._is_apart:
+            raise ConfigurationError(
+                f"{this_rank} doesn't see the runtime directory of "
+                f"{first_rank}, and joined after it was decided that all ranks are on that host: give "
+                f"all the same PANNIER_RUNTIME_DIR, {_ADVICE}"
+            )
+        return None if outcome["rendezvous"] is None else _decode(outcome["rendezvous"])
+
+    def _report_place(self, store: StoreCall) -> Any:
+        """Reports where this rank is, unless the leader has decided; returns its outcome."""
+        outcome = self._outcome(store)
+        if outcome is None and not self._has_reported:
+            # Before the call: a rank that is counted twice would stand for another, elsewhere.
+            self._has_reported = True
+            if self._is_apart:
+                store.claim(self._key("elsewhere"), asdict(self._this_rank))
+            else:
+                store.count(self._key("here"), 1)
+        return outcome
+
+    def _outcome(self, store: StoreCall) -> Any:
+        """The leader's; None: it has none yet but failures that this rank has raised."""
+        outcome = store.get(self._key("outcome"))
+        is_raised = bool(outcome and outcome["problem"]) and outcome["failures"] <= self._failures
+        return None if is_raised else outcome
+
+    def _leads(self, store: StoreCall) -> bool:
+        """Whether this rank decides: rank 0, or, if that doesn't save, the first rank that does."""
+        rank, key = self._this_rank.rank, self._key("leader")
+        if rank not in (0, self._first_rank.rank):
+            return False
+        if rank and poll(lambda: store.get(key), timeouts.LEADER_S) == 0:
+            return False
+        return bool(store.claim(key, rank) == rank)
+
+    def _decide(self) -> Rendezvous | None:
+        try:
+            rendezvous = self._start()
+        except Exception as error:
+            # So that the other ranks fail at once, not at their deadline.
+            self._failures += 1
+            self._report(problem=f"{self._this_rank}: {error}")
+            raise
+        self._report(rendezvous=None if rendezvous is None else asdict(rendezvous))
+        return rendezvous
+
+    def _report(self, *, problem: str = "", rendezvous: dict[str, Any] | None = None) -> None:
+        outcome = {"problem": problem, "failures": self._failures, "rendezvous": rendezvous}
+        self._store.put(self._key("outcome"), outcome)
+
+    def _start(self) -> Rendezvous | None:
+        """Starts the coordinator if there are several hosts."""
+
+        def look(store: StoreCall) -> str | None:
+            """The address of another rank's host, "" if not known; "here": all ranks are on this host."""
+            elsewhere = (
+                asdict(self._first_rank) if self._is_apart else store.get(self._key("elsewhere"))
+            )
+            if elsewhere is not None:
+                return elsewhere["address"] or ""
+            return "here" if store.count(self._key("here")) >= self._size else None
+
+        towards = self._store.run(lambda store: poll(lambda: look(store), timeouts.LEADER_S))
+        # Where some ranks haven't reported: over loopback they can only be on this host.
+        is_loopback = addresses.is_loopback(os.environ.get("MASTER_ADDR", ""))
+        if towards == "here" or (towards is None and is_loopback):
+            return None
+        return _start_coordinator(self._this_rank, towards, self._settings)
+
+    def _key(self, name: str) -> str:
+        return f"{self._incarnation}/{name}"
 
 
-def _new_problem(store: GroupStore, incarnation: int, own: HostInfo) -> str | None:
-    """Why the leader has failed, if this rank has not raised that yet; the next call tries again."""
-    failures, raised = f"{incarnation}/failures", f"{incarnation}/raised/{own.rank}"
-    count = store.count(failures)
-    new = count - store.count(raised)
-    if not new:
-        return None
-    store.count(raised, new)
-    problem: str | None = store.read(f"{failures}/{count}")
-    return problem
-
-
-def join(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> DaemonSpec:
+def join(settings: Settings, rendezvous: Rendezvous, this_rank: HostInfo) -> DaemonSpec:
     """This host's daemons for a job on several hosts, for :func:`launcher.ensure`.
 
     Raises:
         UnavailableError: the coordinator can't be reached from here.
         ConfigurationError: the runtime directory can't be used.
     """
-    directory = _directory(settings, rendezvous, own)
+    directory = _directory(settings, rendezvous, this_rank)
     address = rendezvous.coordinator
-    if own.runtime_dir_id == rendezvous.leader.runtime_dir_id:
-        return job_daemons(settings, directory, listen=address, peers=_peers(address, own))
-    spec = job_daemons(settings, directory, coordinator=address, peers=_peers(address, own))
-    if launcher.is_up(spec):
+    peers = _peers(address, this_rank)
+    if this_rank.runtime_dir_id == rendezvous.leader.runtime_dir_id:
+        return job_daemons(settings, directory, listen=address, peers=peers)
+    tls = rendezvous.tls
+    spec = job_daemons(settings, directory, coordinator=address, peers=peers, files=tls_texts(tls))
+    if is_serving(directory):
         return spec
-
-    def prepare() -> None:
-        write_tls_files(directory, rendezvous.tls)
-        write_record(spec)
-
-    launcher.make_private_dir(directory)
-    files = write_tls_files(directory, rendezvous.tls)
-    if why := network.probe_daemon(address, Tls(*files), timeouts.COORDINATOR_START_S):
+    if why := network.probe_daemon(
+        address, tls.channel_credentials(), timeouts.COORDINATOR_START_S
+    ):
         host = rendezvous.leader.host
         raise UnavailableError(
-            f"host {own.host} (rank {own.rank}) can't reach this job's coordinator at {address}, which "
+            f"host {this_rank.host} (rank {this_rank.rank}) can't reach this job's coordinator at {address}, which "
             f"runs on {host}, the host of rank {rendezvous.leader.rank}: {why}. Let the hosts connect to "
             f"each other (firewall), name an address and port of {host} that the others can reach by "
             f"PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
         )
-    return replace(left_spools.with_left_spools(settings, spec), prepare=prepare)
+    return spec
 
 
-def _is_leader(store: GroupStore, incarnation: int, own: HostInfo, first: HostInfo) -> bool:
-    if own.rank not in (0, first.rank):
-        return False
-    key = f"{incarnation}/lead"
-    leader: str | None = None
-    if own.rank != 0:
-        leader = store.poll(lambda: store.read(key), timeouts.LEADER_S)
-    leader = leader or store.claim(key, str(own.rank))
-    return leader == str(own.rank)
+_start_lock: Final = threading.Lock()
+_started_here: Final[set[str]] = set()
+"""Start ids of coordinators that this process has used: they also serve later incarnations of its job."""
 
 
-def _decide(
-    store: GroupStore,
-    incarnation: int,
-    own: HostInfo,
-    first: HostInfo,
-    *,
-    size: int,
-    settings: Settings,
-) -> Rendezvous | None:
-    def look() -> str | None:
-        """The address of another rank's host, "" if not known; "here": all ranks are on this host."""
-        apart = first if first.runtime_dir_id != own.runtime_dir_id else None
-        if apart is None and (answer := store.read(f"{incarnation}/apart")) is not None:
-            apart = HostInfo(**json.loads(answer))
-        if apart is not None:
-            return apart.address or ""
-        return "here" if store.count(f"{incarnation}/together") >= size else None
-
-    key = f"{incarnation}/rendezvous"
-    try:
-        towards = store.poll(look, timeouts.LEADER_S)
-        if towards is None and addresses.is_loopback(os.environ.get("MASTER_ADDR", "")):
-            # Some ranks haven't reported; but over loopback they can only be on this host.
-            towards = "here"
-        rendezvous = None if towards == "here" else _start_coordinator(own, towards, settings)
-    except Exception as error:
-        # So that the other ranks fail at once, not at their deadline. Only a success is final: the next save
-        # tries again.
-        failures = f"{incarnation}/failures"
-        problem = json.dumps({"problem": f"rank {own.rank} ({own.host}): {error}"})
-        store.claim(f"{failures}/{store.count(failures) + 1}", problem)
-        store.count(failures, 1)
-        raise
-    store.claim(key, _encode(rendezvous))
-    return rendezvous
-
-
-_started_lock = threading.Lock()
-_started: tuple[Settings, Rendezvous, TlsBundle] | None = None
-"""The coordinator that this process has started, which also serves later incarnations of its job."""
-
-
-def _start_coordinator(own: HostInfo, towards: str | None, settings: Settings) -> Rendezvous:
+def _start_coordinator(this_rank: HostInfo, towards: str | None, settings: Settings) -> Rendezvous:
     """Starts the coordinator of all hosts on this host, or finds it; other hosts can reach its address."""
-    global _started
-    with _started_lock:
+    with _start_lock:
         job = job_key(settings)
-        if (
-            _started is not None
-            and (_started[0], _started[1].job) == (settings, job)
-            and network.is_own(_started[1].coordinator)
-        ):
-            rendezvous, tls = replace(_started[1], leader=own), _started[2]
-        else:
-            rendezvous, tls = _find_earlier(settings, job, own) or _new(settings, job, own, towards)
-        directory = _directory(settings, rendezvous, own)
+        rendezvous, tls = _find_earlier(settings, job, this_rank) or _new(
+            settings, job, this_rank, towards
+        )
+        address = rendezvous.coordinator
         spec = job_daemons(
             settings,
-            directory,
-            listen=rendezvous.coordinator,
-            peers=_peers(rendezvous.coordinator, own),
+            _directory(settings, rendezvous, this_rank),
+            listen=address,
+            peers=_peers(address, this_rank),
+            files={**tls_texts(tls), _RECORD: json.dumps(asdict(rendezvous))},
         )
-
-        def prepare() -> None:
-            write_tls_files(directory, tls)
-            write_private_file(directory / _RECORD, _encode(rendezvous))
-            write_record(spec)
-
-        spec = replace(left_spools.with_left_spools(settings, spec), prepare=prepare)
         launcher.ensure(settings, spec)
-        if why := launcher.await_listening(
-            spec, rendezvous.coordinator, timeouts.COORDINATOR_START_S
-        ):
+        if why := launcher.await_listening(spec, address, timeouts.COORDINATOR_START_S):
             raise UnavailableError(
-                f"the embedded coordinator does not listen on {rendezvous.coordinator}: {why}; name "
+                f"the embedded coordinator does not listen on {address}: {why}; name "
                 f"another address by PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
             )
-        _log.info("this host's coordinator at %s serves all hosts", rendezvous.coordinator)
-        _started = settings, rendezvous, tls
+        _log.info("this host's coordinator at %s serves all hosts", address)
+        _started_here.add(rendezvous.start_id)
         return rendezvous
 
 
 def _find_earlier(
-    settings: Settings, job: str, own: HostInfo
+    settings: Settings, job: str, this_rank: HostInfo
 ) -> tuple[Rendezvous, TlsBundle] | None:
     """The coordinator of an earlier start of the job on this host, running or killed, if it is that and answers."""
     for directory in reversed(addresses.job_dirs(settings.runtime_dir, job)):
         try:
-            spec = read_record(directory)
-            if (
-                spec is None
-                or not spec.serves_others
-                or launcher.differing_variables(settings, spec)
-            ):
-                continue
-            rendezvous = _decode((directory / _RECORD).read_text())
+            rendezvous = _decode(json.loads((directory / _RECORD).read_text()))
             tls = TlsBundle(*(path.read_text() for path in tls_files(directory)))
-            if rendezvous is None or settings.listen not in (None, rendezvous.coordinator):
+            if not _may_use(settings, directory, rendezvous):
                 continue
-            if settings.listen is None and not _is_same_job(job):
-                continue
-            if not launcher.is_up(spec):
-                network.check_free(rendezvous.coordinator)
+            address = rendezvous.coordinator
+            if not is_serving(directory):
+                network.check_free(address)
             elif why := network.probe_daemon(
-                rendezvous.coordinator, Tls(*tls_files(directory)), timeouts.COORDINATOR_START_S
+                address, tls.channel_credentials(), timeouts.COORDINATOR_START_S
             ):
-                raise ConfigurationError(f"{rendezvous.coordinator}: {why}")
+                raise ConfigurationError(f"{address}: {why}")
         except FileNotFoundError:  # they are exiting
             continue
         except (ValueError, ConfigurationError) as error:
             _log.warning(
                 "the daemons in %s can't be used again: %s; this start uses others",
-                directory,
-                error,
+                *(directory, error),
             )
             continue
-        return replace(rendezvous, leader=own), tls
+        return replace(rendezvous, leader=this_rank), tls
     return None
 
 
+def _may_use(settings: Settings, directory: Path, rendezvous: Rendezvous) -> bool:
+    """Whether the coordinator of an earlier start, or of this process, is the one that these settings ask for."""
+    spec = read_record(directory)
+    if spec is None or not spec.serves_others:
+        return False
+    difference = launcher.compare(settings, spec)
+    if difference is None or difference.variables:
+        return False
+    if settings.listen is not None:
+        return settings.listen == rendezvous.coordinator
+    return rendezvous.start_id in _started_here or _is_same_job(rendezvous.job)
+
+
 def _new(
-    settings: Settings, job: str, own: HostInfo, towards: str | None
+    settings: Settings, job: str, this_rank: HostInfo, towards: str | None
 ) -> tuple[Rendezvous, TlsBundle]:
     address = settings.listen
     if address is None:
-        address = _free_address(own, towards)
+        address = _free_address(this_rank, towards)
     else:
         network.check_free(address)
     tls, callers = issue(network.split_address(address)[0])
-    return Rendezvous(secrets.token_hex(3), job, address, own, callers), tls
+    return Rendezvous(secrets.token_hex(3), job, address, this_rank, callers), tls
 
 
-def _free_address(own: HostInfo, towards: str | None) -> str:
+def _free_address(this_rank: HostInfo, towards: str | None) -> str:
     host = network.own_address([towards, os.environ.get("MASTER_ADDR")])
     if host is None:
         raise ConfigurationError(
-            f"host {own.host} has no address by which other hosts could reach its coordinator: name "
+            f"host {this_rank.host} has no address by which other hosts could reach its coordinator: name "
             f"one by PANNIER_LISTEN=HOST:PORT, {_ADVICE}"
         )
     return network.join_address(host, network.free_port(host))
 
 
-def _peers(coordinator: str, own: HostInfo) -> str | None:
+def _peers(coordinator: str, this_rank: HostInfo) -> str | None:
     """Where the other hosts can reach this host's sidecar; None: it isn't known."""
-    host = network.own_address([network.split_address(coordinator)[0]]) or own.address
+    host = network.own_address([network.split_address(coordinator)[0]]) or this_rank.address
     try:
         return None if host is None else network.join_address(host, network.free_port(host))
     except ConfigurationError as error:
@@ -381,22 +408,12 @@ def launch_id(settings: Settings) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def _directory(settings: Settings, rendezvous: Rendezvous, own: HostInfo) -> Path:
+def _directory(settings: Settings, rendezvous: Rendezvous, this_rank: HostInfo) -> Path:
     return addresses.job_dir(
-        settings.runtime_dir, rendezvous.job, rendezvous.start_id, own.runtime_dir_id
+        settings.runtime_dir, rendezvous.job, rendezvous.start_id, this_rank.runtime_dir_id
     )
 
 
-def _encode(rendezvous: Rendezvous | None) -> str:
-    return json.dumps(None if rendezvous is None else asdict(rendezvous))
-
-
-def _decode(text: str) -> Rendezvous | None:
-    answer = json.loads(text)
-    if answer is None:
-        return None
-    if "problem" in answer:
-        raise ConfigurationError(f"the hosts have no coordinator in common: {answer['problem']}")
-    return Rendezvous(
-        **{**answer, "leader": HostInfo(**answer["leader"]), "tls": TlsBundle(**answer["tls"])}
-    )
+def _decode(content: dict[str, Any]) -> Rendezvous:
+    leader, tls = HostInfo(**content["leader"]), TlsBundle(**content["tls"])
+    return Rendezvous(**{**content, "leader": leader, "tls": tls})

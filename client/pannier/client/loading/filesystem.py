@@ -22,7 +22,7 @@ import fsspec
 
 from pannier.client.interrupts import shielded
 from pannier.client.loading.cloud_file_system import open_file_system
-from pannier.client.messages.place_line import log_resolved
+from pannier.client.restore.local_file import read_at
 from pannier.common import timeouts
 from pannier.common.locations import absolute
 from pannier.wire.errors import (
@@ -320,7 +320,6 @@ def readable(path: str | os.PathLike[str]) -> tuple[str, str]:
         raise InvalidRequestError(
             f"{scheme}:// is an unknown scheme; use a path, file://, gs://, s3:// or memory://"
         )
-    log_resolved(path, url)
     return url, scheme
 
 
@@ -394,14 +393,8 @@ def _read_all_local(path: str, most: int | None) -> bytes:
 
 
 def _read_local(path: str, offset: int, target: memoryview) -> int:
-    done = 0
     fd = _open_local(path)
     try:
-        while done < len(target):
-            count = os.preadv(fd, [target[done:]], offset + done)
-            if not count:
-                break
-            done += count
+        return read_at(fd, offset, target)
     finally:
         os.close(fd)
-    return done

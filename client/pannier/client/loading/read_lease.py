@@ -6,10 +6,10 @@ replaced checkpoint stay as long as there is a fresh lease. Where the reader may
 no lease: the files stay for the grace period. Blocking; one daemon thread per lease.
 """
 
+import asyncio
 import logging
 import os
 import socket
-import threading
 import time
 import uuid
 import weakref
@@ -17,9 +17,11 @@ from typing import Final
 
 from google.protobuf import json_format
 
-from pannier.client.interrupts import Event, shielded
+from pannier.client.engine import engine
+from pannier.client.interrupts import shielded
 from pannier.client.loading.filesystem import StorageDir
 from pannier.common import timeouts
+from pannier.common.deadline import set_within
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import StorageError
@@ -50,10 +52,11 @@ class Lease:
         self._idle_s = idle_s
         self._pid = os.getpid()
         self._last_touch = time.monotonic()
-        self._ended = Event()
+        self._engine = engine()
+        self._ended = asyncio.Event()
+        self._removed = asyncio.Event()
         self._write()
-        self._thread = threading.Thread(target=self._keep, name="pannier-lease", daemon=True)
-        self._thread.start()
+        self._engine.start(self._keep)
 
     def touch(self) -> None:
         """Records that the reader still reads."""
@@ -61,33 +64,37 @@ class Lease:
 
     def end(self) -> None:
         """Ends it without waiting for its removal."""
-        self._ended.set()
+        self._engine.post(self._ended.set)
 
-    @shielded
     def release(self) -> None:
         """Ends it and waits for its removal. A removal that fails is not raised: the lease expires."""
-        self._ended.set()
-        # A forked child has no such thread: the lease is the parent's.
+        # A forked child's is the parent's.
         if os.getpid() == self._pid:
-            self._thread.join(timeouts.LEASE_RELEASE_S)
+            self._engine.call(self._release)
 
     def _write(self) -> None:
         self._directory.write(self.key, json_format.MessageToJson(self._content).encode())
 
-    def _keep(self) -> None:
-        while not self._ended.wait(self._renew_s):
+    async def _release(self) -> None:
+        self._ended.set()
+        await set_within(timeouts.LEASE_RELEASE_S, self._removed)
+
+    async def _keep(self) -> None:
+        while not await set_within(self._renew_s, self._ended):
             if self._idle_s is not None and time.monotonic() - self._last_touch > self._idle_s:
                 _log.debug("%s/%s: no read for %g s", self._directory.url, self.key, self._idle_s)
                 break
             self._content.renewals += 1
             try:
-                self._write()
+                await self._engine.in_thread(self._write)
             except StorageError as error:
                 _log.warning("a reader's lease was not renewed: %s", error)
         try:
-            self._directory.remove(self.key)
+            await self._engine.in_thread(lambda: self._directory.remove(self.key))
         except StorageError as error:
             _log.debug("a reader's lease is left to expire: %s", error)
+        finally:
+            self._removed.set()
 
 
 @shielded

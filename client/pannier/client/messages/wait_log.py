@@ -2,19 +2,19 @@
 
 In: a call, and a function that returns what it waits for. Out: a warning after 2 s (on ranks other
 than 0 after 8 s), repeated at growing intervals; and the longest wait of a training loop, for the sidecar and
-operators. One thread for all, started with the first wait. Thread-safe.
+operators. Logs on the engine's loop. Thread-safe.
 """
 
 import logging
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from pannier.client.engine import engine
+from pannier.client.fork_hooks import reset_in_child
 from pannier.client.process_group import process_rank
-from pannier.client.timers import Timers
 from pannier.common import timeouts
 from pannier.common.message_json import duration
 from pannier.v1 import save_pb2
@@ -24,7 +24,6 @@ _log = logging.getLogger(__name__)
 _FACTOR: Final = 4.0
 """Growth of the interval between warnings."""
 
-_timers = Timers("pannier-wait-log")
 _training: Final[dict[int, "weakref.ref[Wait]"]] = {}
 """Calls that keep the training loop waiting, by id."""
 
@@ -60,7 +59,7 @@ class Wait:
         self._patience_s = (
             timeouts.WAIT_WARNING_OTHERS_S if process_rank() else timeouts.WAIT_WARNING_S
         )
-        self._timer = _timers.start(self._patience_s, self._warn_if_alive)
+        self._timer = engine().after(self._patience_s, self._warn_if_alive)
 
     def end(self) -> None:
         """Stops logging."""
@@ -96,7 +95,7 @@ class Wait:
             seconds = now - self._began
             _log.warning("%s has waited %.0f s: for %s", self.call, seconds, reason or "an answer")
             pause_s = (_FACTOR - 1) * seconds
-        self._timer = _timers.start(pause_s, self._warn_if_alive)
+        self._timer = engine().after(pause_s, self._warn_if_alive)
         if self._over:
             self._timer.cancel()
 
@@ -140,10 +139,7 @@ def logged(
 
 
 def _reset_in_child() -> None:
-    # The timers' thread exists only in the parent.
-    global _timers
     _training.clear()
-    _timers = Timers("pannier-wait-log")
 
 
-os.register_at_fork(after_in_child=_reset_in_child)
+reset_in_child(_reset_in_child)

@@ -7,6 +7,7 @@ caller. Nothing blocks in the store: it is polled, since a blocking call would h
 as well. Thread-safe, unless said otherwise.
 """
 
+import asyncio
 import atexit
 import json
 import logging
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pannier.client import torch_compat
+from pannier.client.engine import engine
 from pannier.client.interrupts import Call, UnansweredError
 from pannier.client.machine import process_state
 from pannier.client.messages import wait_log
@@ -30,6 +32,7 @@ from pannier.client.ranks.load_error import LoadError
 from pannier.client.ranks.rank_hosts import RankHosts
 from pannier.client.torch_compat import Store
 from pannier.common import timeouts
+from pannier.common.deadline import set_within
 from pannier.v1 import save_pb2
 from pannier.wire.errors import DeadlineError, InvalidRequestError
 
@@ -192,10 +195,6 @@ class GroupStore:
             # An exception of a signal handler ends the wait, and so the thread's.
             access.is_given_up = True
 
-    def read(self, key: str) -> Any:
-        """See :meth:`StoreCall.get`."""
-        return self.run(lambda store: store.get(key))
-
     def await_value(self, key: str, timeout_s: float) -> Any:
         """A value once there is one; None after ``timeout_s`` seconds."""
         return self.run(lambda store: poll(lambda: store.get(key), timeout_s))
@@ -207,14 +206,6 @@ class GroupStore:
     def claim(self, key: str, value: Any) -> Any:
         """See :meth:`StoreCall.claim`."""
         return self.run(lambda store: store.claim(key, value))
-
-    def count(self, key: str, more: int = 0) -> int:
-        """See :meth:`StoreCall.count`."""
-        return self.run(lambda store: store.count(key, more))
-
-    def poll(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
-        """See :func:`poll`."""
-        return poll(look, timeout_s)
 
     def _failed(self, why: str, kind_of_error: type[StoreFailedError]) -> StoreFailedError:
         text = f"the process group's store, which {self._hosts.server_text()} serves, {why}"
@@ -443,32 +434,44 @@ class _Confirming:
         self._id = start_id
         self._others = others
         self._is_current = is_current
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pannier-start", daemon=True)
+        self._engine = engine()
+        self._stopped = asyncio.Event()
+        self._ended = asyncio.Event()
 
     def start(self) -> None:
-        """Confirms in a thread from now on."""
+        """Confirms in the background from now on."""
         if self._others:
-            # The interpreter must not end while the thread is in the store.
+            # The interpreter must not end while a thread is in the store.
             atexit.register(self._stop)
-            self._thread.start()
+            self._engine.start(self._run)
 
     def _stop(self) -> None:
-        self._ended.set()
-        self._thread.join(timeouts.RANK_ANSWER_EXIT_S)
+        async def stop() -> None:
+            self._stopped.set()
+            await set_within(timeouts.RANK_ANSWER_EXIT_S, self._ended)
 
-    def _run(self) -> None:
+        # A forked child has the function, too, and nothing to wait for.
+        if not self._engine.is_inherited:
+            self._engine.call(stop)
+
+    async def _run(self) -> None:
         confirmed = 0
         began = time.monotonic()
         pause_s = 0.0
         try:
-            store = StoreCall(torch_compat.own_connection(self._plain))
-            while not self._ended.wait(pause_s) and self._is_current():
-                asked = store.count(_asked(self._id))
+            store = StoreCall(
+                await self._engine.in_thread(lambda: torch_compat.own_connection(self._plain))
+            )
+
+            async def count(key: str, more: int = 0) -> int:
+                return await self._engine.in_thread(lambda: store.count(key, more))
+
+            while not await set_within(pause_s, self._stopped) and self._is_current():
+                asked = await count(_asked(self._id))
                 if asked > confirmed:
-                    store.count(_confirmed(self._id), asked - confirmed)
+                    await count(_confirmed(self._id), asked - confirmed)
                     confirmed = asked
-                if store.count(_joined(self._id)) >= self._others:
+                if await count(_joined(self._id)) >= self._others:
                     break
                 # Ranks mostly come at almost the same time, and wait for the answer.
                 pause_s = max(timeouts.STORE_POLL_S, _POLL_SHARE * (time.monotonic() - began))
@@ -476,6 +479,7 @@ class _Confirming:
         except RuntimeError as error:  # torch's DistStoreError: the process group has ended
             _log.debug("start %s: no more confirmations: %s", self._id, error)
         finally:
+            self._ended.set()
             atexit.unregister(self._stop)
 
 

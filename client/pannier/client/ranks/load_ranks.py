@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 import torch.distributed as dist
 
 from pannier.client import torch_compat
+from pannier.client.engine import engine
 from pannier.client.interrupts import Call, UnansweredError
 from pannier.client.messages import wait_log
 from pannier.client.ranks.group_store import StoreUnansweredError, encode, join_start
@@ -29,7 +30,6 @@ from pannier.client.ranks.rank_problem import (
     lost,
 )
 from pannier.client.ranks.store_barrier import Missing, Step, StoreBarrier
-from pannier.client.timers import Timers
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.wire import errors
@@ -227,17 +227,13 @@ class LoadRanks:
         if barrier is None:
             yield
             return
-        timers = Timers("pannier-load-progress")
-
-        def show() -> None:
-            barrier.show_progress(step, describe())
-            timers.start(timeouts.READ_PROGRESS_S, show)
-
-        timers.start(timeouts.READ_PROGRESS_S, show)
+        timer = engine().every(
+            timeouts.READ_PROGRESS_S, lambda: barrier.show_progress(step, describe())
+        )
         try:
             yield
         finally:
-            timers.close()
+            timer.cancel()
 
     def _come(
         self, step: Step, make: Callable[[], T], settle: Callable[[Mapping[int, T]], R]

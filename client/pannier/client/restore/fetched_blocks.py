@@ -19,11 +19,13 @@ from typing import Any, Final
 import crc32c
 import grpc
 
+from pannier.client.fork_hooks import close_in_child
 from pannier.client.restore.load_progress import LoadProgress
 from pannier.client.restore.load_result import BUCKET
+from pannier.client.restore.local_file import read_at
 from pannier.client.restore.restore_plan import BlockTable, LoadName, SharedBlock
 from pannier.client.restore.shared_blocks import FetchedBlock
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.channel import SidecarChannel
 from pannier.client.transport.shared_memory import (
     connect_descriptors,
     fetch_descriptors,
@@ -133,8 +135,6 @@ class FetchedBlocks:
             self._fail(UnavailableError(f"the sidecar at {self._channel.address} ended the stream"))
         except PannierError as error:
             self._fail(error)
-        except InterruptedCallError:
-            self._fail(UnavailableError("a fork interrupted the call"))
         except Exception as error:  # noqa: BLE001 - the blocks are read from storage
             _log.debug("the stream of fetched blocks broke", exc_info=True)
             self._fail(UnavailableError(f"{type(error).__name__}: {error}"))
@@ -273,30 +273,15 @@ class _Memory:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._close = weakref.finalize(self, os.close, fd)
-        _all_memories.add(self)
+        # A copy of it in a child would keep the sidecar's memory allocated.
+        close_in_child(self, lambda memory: memory._close())
 
     def copy(self, offset: int, memory: memoryview) -> int:
         """Fills ``memory``; its crc32c. Raises IntegrityError: the sidecar's memory is shorter."""
         crc = 0
         for at in range(0, len(memory), _PIECE):
             piece = memory[at : at + _PIECE]
-            done = 0
-            while done < len(piece):
-                read = os.preadv(self._fd, [piece[done:]], offset + at + done)
-                if not read:
-                    raise IntegrityError("the sidecar's memory of blocks was cut")
-                done += read
+            if read_at(self._fd, offset + at, piece) < len(piece):
+                raise IntegrityError("the sidecar's memory of blocks was cut")
             crc = crc32c.crc32c(piece, crc)
         return crc
-
-
-_all_memories: "weakref.WeakSet[_Memory]" = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # A child's copy of the descriptor would keep the sidecar's memory allocated.
-    for memory in list(_all_memories):
-        memory._close()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -19,7 +19,6 @@ import grpc
 
 from pannier.client import machine
 from pannier.client.config import Settings
-from pannier.client.embedded import launcher
 from pannier.client.embedded.daemon_spec import tls_files
 from pannier.client.loading.checksum_verifier import Receipts
 from pannier.client.restore.fetched_blocks import FetchedBlocks
@@ -28,7 +27,7 @@ from pannier.client.restore.local_file import LocalFile
 from pannier.client.restore.peer_blocks import PeerBlocks
 from pannier.client.restore.restore_plan import BlockTable, Credentials, Host, LoadName, RankPlan
 from pannier.client.restore.shared_blocks import BlockReader
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.channel import SidecarChannel
 from pannier.client.transport.shared_memory import (
     connect_descriptors,
     fetch_descriptors,
@@ -36,11 +35,9 @@ from pannier.client.transport.shared_memory import (
 )
 from pannier.common import timeouts
 from pannier.v1 import records_pb2, restore_pb2, restore_pb2_grpc
-from pannier.wire import addresses
 from pannier.wire.errors import (
     IntegrityError,
     PannierError,
-    UnavailableError,
     from_rpc_error,
 )
 from pannier.wire.tls import is_unix
@@ -154,7 +151,8 @@ class HostCopies:
     def _sidecars(self) -> Iterator[tuple[Settings, str]]:
         try:
             settings = self._settings()
-            places = _addresses(settings)
+            # Those that pass descriptors.
+            places = [address for address in settings.sidecars() if is_unix(address)]
         except PannierError as error:
             _log.warning("no sidecar of this host is asked for local copies: %s", error)
             return
@@ -176,14 +174,6 @@ def _log_unasked(address: str, error: Exception) -> None:
         "the sidecar at %s can't be asked for local copies, so storage is read: %s",
         *(address, error),
     )
-
-
-def _addresses(settings: Settings) -> list[str]:
-    """Addresses of the sidecars on this host that pass descriptors."""
-    if settings.sidecar is not None:
-        return [settings.sidecar] if is_unix(settings.sidecar) else []
-    known = addresses.embedded_sidecars(settings.runtime_dir)
-    return [each for each in known if launcher.accepts(each.removeprefix("unix://"))]
 
 
 @dataclass
@@ -275,12 +265,9 @@ def _locate(
         stub: Any = restore_pb2_grpc.RestoreStub(connection)
         return stub.Locate.future(request, timeout=timeouts.LOCATE_S, metadata=channel.metadata())
 
-    try:
-        with channel.call(start) as call:
-            try:
-                response: restore_pb2.LocateResponse = call.result()
-            except grpc.RpcError as error:
-                raise from_rpc_error(error, peer=f"sidecar at {channel.address}") from error
-    except (InterruptedCallError, grpc.FutureCancelledError) as error:
-        raise UnavailableError("a fork interrupted the call") from error
+    with channel.call(start) as call:
+        try:
+            response: restore_pb2.LocateResponse = call.result()
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, peer=f"sidecar at {channel.address}") from error
     return response

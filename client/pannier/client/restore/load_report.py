@@ -16,14 +16,12 @@ from typing import Any
 import grpc
 
 from pannier.client.config import Settings
-from pannier.client.embedded import launcher
 from pannier.client.embedded.rendezvous import job_key
 from pannier.client.interrupts import aside
 from pannier.client.restore.load_progress import LoadProgress
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
 from pannier.v1 import load_status_pb2, restore_pb2_grpc
-from pannier.wire import addresses
 from pannier.wire.errors import PannierError
 from pannier.wire.version import WIRE_VERSION
 
@@ -105,7 +103,7 @@ class _Reports:
         fields = {"job": settings.job or "", "group": _group(settings, self._progress)}
         streams = [
             _Stream(_channel(settings, address), self._progress, fields, self._ended)
-            for address in _sidecars(settings)
+            for address in settings.sidecars()
         ]
         further = [
             threading.Thread(target=each.run, name="pannier-load-report", daemon=True)
@@ -160,8 +158,6 @@ class _Stream:
         except grpc.RpcError as error:
             _log.debug("the sidecar at %s takes no reports: %s", self._channel.address, error)
             return error.code() not in _AGAIN
-        except (InterruptedCallError, grpc.FutureCancelledError):
-            return False
         except PannierError as error:
             _log.debug("the sidecar at %s takes no reports: %s", self._channel.address, error)
             return False
@@ -193,13 +189,6 @@ class _Stream:
             version = 0
             if not ended:
                 self._ended.wait(timeouts.LOAD_REPORT_S)
-
-
-def _sidecars(settings: Settings) -> list[str]:
-    if settings.sidecar is not None:
-        return [settings.sidecar]
-    known = addresses.embedded_sidecars(settings.runtime_dir)
-    return [each for each in known if launcher.accepts(each.removeprefix("unix://"))]
 
 
 def _channel(settings: Settings, address: str) -> SidecarChannel:

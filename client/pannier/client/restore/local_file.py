@@ -20,6 +20,7 @@ from typing import Final
 import crc32c
 import numpy as np
 
+from pannier.client.fork_hooks import close_in_child
 from pannier.v1 import records_pb2, restore_pb2
 from pannier.wire.chunk_codec import BLOCK_BYTES
 from pannier.wire.errors import IntegrityError
@@ -122,7 +123,8 @@ class LocalFile:
     ) -> None:
         self._fd = fd
         self._close = weakref.finalize(self, os.close, fd)
-        _all_files.add(self)
+        # A copy of it in a child would keep the spool file locked after the load.
+        close_in_child(self, lambda file: file._close())
         self._file = committed
         self._stamp = located.stamp
         self._stamp_offset = located.stamp_offset
@@ -211,14 +213,11 @@ class LocalFile:
         return crc
 
     def _read(self, offset: int, target: memoryview) -> None:
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._fd, [target[done:]], offset + done)
-            if not count:
-                raise IntegrityError(
-                    f"the spool file of {self._file.name} ends at byte {offset + done}"
-                )
-            done += count
+        count = read_at(self._fd, offset, target)
+        if count < len(target):
+            raise IntegrityError(
+                f"the spool file of {self._file.name} ends at byte {offset + count}"
+            )
 
     def _check_stamp(self) -> None:
         found = os.pread(self._fd, len(self._stamp), self._stamp_offset)
@@ -230,13 +229,12 @@ class LocalFile:
             )
 
 
-_all_files: "weakref.WeakSet[LocalFile]" = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # A copy of a descriptor in a child would keep the spool file locked after the load.
-    for file in list(_all_files):
-        file._close()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+def read_at(fd: int, offset: int, target: memoryview) -> int:
+    """Fills ``target`` with a file's bytes from ``offset`` on; fewer only at the file's end. Returns their count."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(fd, [target[done:]], offset + done)
+        if not count:
+            break
+        done += count
+    return done

@@ -11,13 +11,11 @@ from typing import Any
 import grpc
 
 from pannier.client.config import Settings
-from pannier.client.embedded import launcher
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
 from pannier.common.locations import CHILDREN, Pattern
 from pannier.v1 import save_pb2, status_pb2, status_pb2_grpc
-from pannier.wire import addresses
-from pannier.wire.errors import PannierError, UnavailableError, from_rpc_error
+from pannier.wire.errors import PannierError, from_rpc_error
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ class SidecarStatus:
         found: list[save_pb2.SaveStatus] = []
         try:
             settings = self._settings()
-            places = _addresses(settings)
+            places = settings.sidecars()
         except PannierError as error:
             _log.warning("no sidecar of this host is asked for its saves: %s", error)
             return found
@@ -47,13 +45,6 @@ class SidecarStatus:
             except (PannierError, OSError) as error:
                 _log.info("the sidecar at %s can't be asked for its saves: %s", address, error)
         return [save for save in found if pattern.name_below(root, save.checkpoint_id)]
-
-
-def _addresses(settings: Settings) -> list[str]:
-    if settings.sidecar is not None:
-        return [settings.sidecar]
-    known = addresses.embedded_sidecars(settings.runtime_dir)
-    return [each for each in known if launcher.accepts(each.removeprefix("unix://"))]
 
 
 def _list(settings: Settings, address: str) -> list[save_pb2.SaveStatus]:
@@ -74,7 +65,5 @@ def _list(settings: Settings, address: str) -> list[save_pb2.SaveStatus]:
                 return list(call.result().saves)
             except grpc.RpcError as error:
                 raise from_rpc_error(error, peer=f"sidecar at {address}") from error
-    except (InterruptedCallError, grpc.FutureCancelledError) as error:
-        raise UnavailableError("a fork interrupted the call") from error
     finally:
         channel.close()

@@ -12,8 +12,8 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
-from weakref import WeakSet
 
+from pannier.client import fork_hooks
 from pannier.wire.errors import PannierError
 
 _PAGE: Final = mmap.PAGESIZE
@@ -86,9 +86,10 @@ class AnonymousMapping(MemoryMapping):
             self.memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise no_memory(capacity, error) from error
-        # Otherwise a fork would share the pages, and the next save would copy each on write.
+        # Otherwise a fork would share the pages, and the next save would copy each on write. The child may have
+        # mapped something else at this address, which freeing the object would unmap.
         self.memory.madvise(mmap.MADV_DONTFORK)
-        _mapped.add(self.memory)
+        fork_hooks.keep(self.memory)
         self._populate_to(capacity)
 
     def grow(self, capacity: int) -> None:
@@ -132,19 +133,6 @@ def no_memory(size: int, error: OSError) -> PannierError:
         f"the host has no {size} bytes of memory for staging ({error.strerror}): save less often, "
         "lower PANNIER_MAX_IN_FLIGHT, or give the trainer more memory"
     )
-
-
-_mapped: "WeakSet[mmap.mmap]" = WeakSet()
-
-
-def _after_fork() -> None:
-    # MADV_DONTFORK: the child doesn't have this mapping, and may have mapped something else at its address,
-    # which freeing the object would unmap: the object is leaked.
-    for memory in list(_mapped):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class FileBuffer:

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Final
 
 from pannier.client.interrupts import Condition, aside
 from pannier.client.staging.arena import Arena
@@ -17,9 +16,6 @@ from pannier.client.staging.arena_pool import ArenaPool
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.wire.errors import BusyError, DeadlineError, SaveSkippedError
-
-_abandoned: Final[list[Arena]] = []
-"""Arenas that a thread of this process may still read: never freed, never used again."""
 
 
 class ArenaUse(enum.IntEnum):
@@ -31,8 +27,6 @@ class ArenaUse(enum.IntEnum):
     """Loads, in the sidecar's spool: the memory is used again when the pool has no other."""
     READ_BY_SIDECAR = enum.auto()
     """The sidecar, which has its files: this process unmaps them and doesn't use them again."""
-    READ_LOCALLY = enum.auto()
-    """A thread of this process: the memory is never freed."""
 
 
 class InFlightSave:
@@ -40,20 +34,19 @@ class InFlightSave:
 
     The threads that send the arena read it until :meth:`sent`; the sidecar, if it was handed the
     arena's files, until :meth:`ended`. Either may be called first. The arena is given back after the
-    last one, with the higher of the two uses.
+    last one.
     """
 
     def __init__(self, saves: "InFlightSaves") -> None:
         self._saves = saves
         self._lock = threading.Lock()
         self._arena: Arena | None = None
-        self._use_by_senders: ArenaUse | None = None
-        """None: they may not have ended."""
-        self._use_by_sidecar: ArenaUse | None = None
-        """None: the save has not ended."""
+        self._use: ArenaUse | None = None
+        """By the sidecar; None: the save has not ended."""
         self._group = ""
         self._handed_over = False
         self._sending = False
+        self._sent = False
         self._freed = False
 
     @property
@@ -77,16 +70,15 @@ class InFlightSave:
             self._sending = not self._freed
             return self._sending
 
-    def sent(self, use: ArenaUse, *, handed_over: bool) -> None:
+    def sent(self, *, handed_over: bool) -> None:
         """The threads that send the arena have ended.
 
         Args:
-            use: UNUSED, or READ_LOCALLY if one of them may still read it.
             handed_over: the sidecar may have been given its files: the arena is kept until
                 :meth:`ended`, though the save no longer counts as staged and not ingested.
         """
         with self._lock:
-            self._use_by_senders = use
+            self._sent = True
             self._handed_over = handed_over
         self._settle()
 
@@ -99,7 +91,7 @@ class InFlightSave:
             group: that it belongs to.
         """
         with self._lock:
-            self._use_by_sidecar = use
+            self._use = use
             self._group = group
         self._settle()
 
@@ -113,14 +105,11 @@ class InFlightSave:
 
     def _settle(self) -> None:
         with self._lock:
-            if self._use_by_senders is None or self._freed:
+            if not self._sent or self._freed:
                 return
-            use = self._use_by_senders
-            keep = self._handed_over and self._use_by_sidecar is None
-            if self._handed_over and self._use_by_sidecar is not None:
-                use = max(use, self._use_by_sidecar)
-            self._freed = not keep
-        if keep:
+            use = self._use if self._handed_over else ArenaUse.UNUSED
+            self._freed = use is not None
+        if use is None:
             self._saves.mark_ingested(self)
         else:
             self._give_back(use)
@@ -128,9 +117,7 @@ class InFlightSave:
     def _give_back(self, use: ArenaUse) -> None:
         with self._lock:
             arena, self._arena = self._arena, None
-        if arena is not None and use is ArenaUse.READ_LOCALLY:
-            _abandoned.append(arena)
-        elif arena is not None:
+        if arena is not None:
             self._saves.pool.release(
                 arena,
                 reuse=use <= ArenaUse.LOCAL_COPY,

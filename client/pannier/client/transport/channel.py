@@ -4,30 +4,25 @@ In: calls to start. Out: running calls. Owned by a sidecar connection. Thread-sa
 
 A process that forks (DataLoader workers) must neither hang nor pass its connection on
 to the child: the sidecar detects a trainer's death by the end of its connection, which
-lives as long as any process holds it. The child never touches what it inherits: gRPC
-objects are kept from its garbage collection, and a channel in it refuses to work. With
-``GRPC_ENABLE_FORK_SUPPORT`` on, gRPC itself stops its threads around a fork; it waits
-5 s for a call whose stream is idle and may leave children hanging, so the channel is
-closed and its calls are cancelled first. Callers see a broken connection, which is
-repaired at once. Without it, the child replaces the inherited sockets by /dev/null.
+lives as long as any process holds it. The child replaces the inherited sockets by
+/dev/null. It never touches what else it inherits: gRPC objects are kept from its
+garbage collection, and a channel in it refuses to work.
 """
 
 import ctypes
+import functools
 import logging
 import os
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, TypeVar
 
 import grpc
-from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from pannier.client.interrupts import Condition
-from pannier.common import timeouts
+from pannier.client import fork_hooks
 from pannier.wire.addresses import channel_options, keepalive_options
 from pannier.wire.auth_token import Metadata, TokenFile
 from pannier.wire.errors import (
@@ -51,12 +46,8 @@ Peer = str | tuple[str, int]
 """What a socket is connected to: a path, or an IP address and a port."""
 
 
-class InterruptedCallError(Exception):
-    """A fork, or the replacement of its token, interrupted the call: repeat it."""
-
-
 class SidecarChannel:
-    """A channel to ``address``, opened with the first call and again after a fork.
+    """A channel to ``address``, opened with the first call.
 
     Args:
         tls: for TCP; None: plaintext.
@@ -78,24 +69,24 @@ class SidecarChannel:
         self._tls = tls
         self._trusted_uids = trusted_uids
         self._token = token
-        self._condition = Condition()
+        self._lock = threading.RLock()
         self._channel: grpc.Channel | None = None
         self._peers: set[Peer] = set()
         self._calls: set[grpc.RpcContext] = set()
-        self._interrupted: weakref.WeakSet[grpc.RpcContext] = weakref.WeakSet()
-        self._paused = False
         self._closed = False
         self._inherited = False
-        _hook_forks(self)
+        _keep_grpc_running()
+        # Freeing it would run gRPC's code.
+        fork_hooks.keep(self)
+        fork_hooks.close_in_child(self, SidecarChannel._leave)
 
     @contextmanager
     def call(self, start: Callable[[grpc.Channel], Running]) -> Iterator[Running]:
         """Starts a call and yields it; it must have ended when the block does.
 
         Raises:
-            InterruptedCallError: from the block, for a call that a fork cancelled, or whose token was
-                replaced meanwhile.
-            UnavailableError: the channel is closed.
+            UnavailableError: the channel is closed; from the block, for a call whose token was replaced
+                meanwhile.
             InvalidRequestError: this process was forked from the channel's.
             ConfigurationError: another user's socket is at the address, or the token can't be read.
         """
@@ -103,8 +94,7 @@ class SidecarChannel:
         metadata = self.metadata()
         if self._channel is None:
             self._peers |= _addresses_of(self.address)
-        with self._condition:
-            self._condition.wait_for(lambda: not self._paused)
+        with self._lock:
             if self._closed:
                 raise UnavailableError("the client is closed")
             if self._channel is None:
@@ -117,18 +107,13 @@ class SidecarChannel:
             self._calls.add(running)
         try:
             yield running
-        except (grpc.RpcError, grpc.FutureCancelledError) as error:
-            if running in self._interrupted:
-                raise InterruptedCallError from error
-            raise
         except UnauthenticatedError as error:
             if self.metadata() != metadata:
-                raise InterruptedCallError from error
+                raise UnavailableError("the job token was replaced during the call") from error
             raise
         finally:
-            with self._condition:
+            with self._lock:
                 self._calls.discard(running)
-                self._condition.notify_all()
 
     def metadata(self) -> Metadata:
         """What a call carries: the token, read from its file now. Raises ConfigurationError."""
@@ -143,7 +128,7 @@ class SidecarChannel:
 
         Raises ConfigurationError when another user's socket is at the address.
         """
-        with self._condition:
+        with self._lock:
             self._check_owner()
             if self._tls is None or self._channel is None or not self._tls.changed():
                 return
@@ -155,20 +140,16 @@ class SidecarChannel:
         if self._inherited:
             raise InvalidRequestError(_FORKED.format(pid=os.getpid()))
 
-    def was_interrupted(self, running: grpc.RpcContext) -> bool:
-        """Whether a fork cancelled this call."""
-        return running in self._interrupted
-
     def cancel_calls(self) -> None:
         """Cancels all running calls."""
-        with self._condition:
+        with self._lock:
             calls = list(self._calls)
         for running in calls:
             running.cancel()
 
     def close(self) -> None:
         """Cancels running calls and refuses new ones. Returns at once."""
-        with self._condition:
+        with self._lock:
             self._closed = True
             channel, self._channel = self._channel, None
             if not threading.main_thread().is_alive():
@@ -195,22 +176,13 @@ class SidecarChannel:
                 f"PANNIER_ALLOW_UID={owner} if you trust that user"
             )
 
-    def _pause(self) -> None:
-        with self._condition:
-            self._paused = True
-            for running in self._calls:
-                self._interrupted.add(running)
-                running.cancel()
-            if not self._condition.wait_for(lambda: not self._calls, timeouts.FORK_S):
-                _log.warning("calls to %s did not end before a fork", self.address)
-            channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
-
-    def _resume(self) -> None:
-        with self._condition:
-            self._paused = False
-            self._condition.notify_all()
+    def _leave(self) -> None:
+        """In a forked child: ends what it inherited."""
+        global _forked_with_channels
+        _forked_with_channels = self._inherited = True
+        # A thread that doesn't exist here may hold it.
+        self._lock = threading.RLock()
+        _disconnect(self._peers)
 
 
 def _close_in_background(channel: grpc.Channel, address: str) -> None:
@@ -221,69 +193,20 @@ def _close_in_background(channel: grpc.Channel, address: str) -> None:
         _log.debug("the channel to %s is left to the end of the process", address)
 
 
-_channels: "weakref.WeakSet[SidecarChannel]" = weakref.WeakSet()
-_kept_in_children: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _forked_with_channels = False
-"""This process was forked from one that had channels, without gRPC's fork support."""
-_hooked = False
-_running: object = None
-"""A gRPC object, referenced so that gRPC's core keeps running between two channels."""
-_hooked_lock = threading.Lock()
+"""This process was forked from one that had channels."""
 
 
-def keep_in_children(thing: Any) -> None:
-    """A forked child never frees ``thing``, which owns memory that isn't mapped there."""
-    _kept_in_children.add(thing)
+@functools.cache
+def _keep_grpc_running() -> object:
+    """A gRPC object, which the cache references.
 
-
-def _hook_forks(channel: SidecarChannel) -> None:
-    global _hooked, _running
-    with _hooked_lock:
-        _channels.add(channel)
-        if not _hooked:
-            _hooked = True
-            # gRPC shuts down in the background when its last object is freed, and a fork
-            # meanwhile hangs for ever. Closing the channel must not cause that.
-            _running = grpc.local_server_credentials()
-            keep_in_children(_running)
-            # Handlers before a fork run last-registered first. gRPC has registered its own
-            # with its first object, so that these run before gRPC's.
-            os.register_at_fork(
-                before=_before_fork,
-                after_in_parent=_after_fork_in_parent,
-                after_in_child=_after_fork_in_child,
-            )
-
-
-def _before_fork() -> None:
-    if cygrpc.is_fork_support_enabled():
-        for channel in list(_channels):
-            channel._pause()
-
-
-def _after_fork_in_parent() -> None:
-    for channel in list(_channels):
-        channel._resume()
-
-
-def _after_fork_in_child() -> None:
-    global _forked_with_channels
-    _forked_with_channels = _forked_with_channels or (
-        len(_channels) > 0 and not cygrpc.is_fork_support_enabled()
-    )
-    peers: set[Peer] = set()
-    for channel in list(_channels):
-        peers |= channel._peers
-        channel._inherited = True
-        # Its locks may be held by threads that don't exist here, and freeing its
-        # channel would run gRPC code: it is leaked.
-        channel._condition = Condition()
-        _leak(channel)
-    for thing in list(_kept_in_children):
-        _leak(thing)
-    if not cygrpc.is_fork_support_enabled():
-        # With fork support, gRPC works in the child, too, and handles its descriptors itself.
-        _disconnect(peers)
+    gRPC shuts down in the background when its last object is freed, as by closing a channel, and a fork
+    meanwhile hangs for ever.
+    """
+    running = grpc.local_server_credentials()
+    fork_hooks.keep(running)
+    return running
 
 
 def _leak(thing: Any) -> None:

@@ -1,30 +1,33 @@
 """The connection of one rank to its sidecar: keeps it open, reopens it, and dispatches what arrives.
 
-In: the ``Connect`` stream. Out: the sidecar's welcome, the status of followed saves, and single
-unary calls. A connection is made for one incarnation and outlives restarts of the sidecar. Owned
-by a sidecar client. Thread-safe; callbacks run on threads of the connection, must be quick and may
-not raise.
+In: the ``Connect`` stream. Out: the sidecar's welcome, the status of followed saves, and unary calls,
+which are repeated while it can't be reached. A connection is made for one incarnation and outlives restarts of
+the sidecar. Owned by a sidecar client. It lives on the engine's loop, and a worker thread reads the stream; the
+methods for other threads are marked. Callbacks run on the worker thread, must be quick and may not raise.
 """
 
+import asyncio
 import logging
+import math
 import os
 import threading
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, TypeVar
 
 import grpc
 
+from pannier.client.engine import Timer, engine
 from pannier.client.identity import Identity
-from pannier.client.interrupts import shielded
 from pannier.client.messages import wait_log
-from pannier.client.timers import Timers
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.transport.channel import SidecarChannel
+from pannier.client.transport.followed_saves import FollowedSaves
 from pannier.client.transport.heartbeat import Heartbeat
 from pannier.common import timeouts
-from pannier.common.deadline import Deadline
-from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
-from pannier.wire import errors, object_names
+from pannier.common.deadline import Deadline, set_within
+from pannier.common.retry import RetryPolicy
+from pannier.v1 import sidecar_pb2, sidecar_pb2_grpc
+from pannier.wire import errors
 from pannier.wire.errors import (
     PannierError,
     UnavailableError,
@@ -35,86 +38,7 @@ from pannier.wire.version import WIRE_VERSION, package_version
 
 _log = logging.getLogger(__name__)
 
-_LEAST_S: Final = 0.001
-
-OnStatus = Callable[[save_pb2.SaveStatus], None]
-OnUnresponsive = Callable[[str], None]
-"""Called with the sidecar's name and when it was last seen; "" once it answers again."""
-
-
-@dataclass
-class _FollowedSave:
-    context: sidecar_pb2.SaveContext
-    on_status: OnStatus
-    on_unresponsive: OnUnresponsive
-    deadline: Deadline | None
-    handed_over: bool = False
-
-    def pending(self) -> sidecar_pb2.PendingSave:
-        """The message by which a restarted sidecar, which may not know the save, learns of it."""
-        pending = sidecar_pb2.PendingSave(context=self.context, handed_over=self.handed_over)
-        pending.save_timeout_s = seconds_left(self.deadline)
-        return pending
-
-
-class FollowedSaves:
-    """The saves whose status the client follows. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._saves: dict[str, _FollowedSave] = {}
-
-    def follow(
-        self,
-        context: sidecar_pb2.SaveContext,
-        on_status: OnStatus,
-        on_unresponsive: OnUnresponsive = lambda text: None,
-        deadline: Deadline | None = None,
-    ) -> None:
-        """Calls ``on_status`` with every status of a save until :meth:`unfollow`.
-
-        Until then a restarted sidecar is asked for the save's outcome.
-
-        Args:
-            deadline: of the save; None: not known.
-        """
-        followed = _FollowedSave(context, on_status, on_unresponsive, deadline)
-        with self._lock:
-            self._saves[object_names.save_text(context.save)] = followed
-
-    def unfollow(self, save: save_pb2.SaveId) -> None:
-        """Drops the callbacks of ``save``."""
-        with self._lock:
-            self._saves.pop(object_names.save_text(save), None)
-
-    def mark_handed_over(self, save: save_pb2.SaveId) -> None:
-        """The sidecar has this rank's part of ``save``, and its plan is confirmed."""
-        with self._lock:
-            followed = self._saves.get(object_names.save_text(save))
-            if followed is not None:
-                followed.handed_over = True
-
-    def pending(self) -> list[sidecar_pb2.PendingSave]:
-        """All of them, for a sidecar that may not know them."""
-        with self._lock:
-            return [followed.pending() for followed in self._saves.values()]
-
-    def deliver(self, status: save_pb2.SaveStatus) -> None:
-        """Calls the save's ``on_status``."""
-        with self._lock:
-            followed = self._saves.get(object_names.save_text(status.save))
-        if followed is not None:
-            followed.on_status(status)
-
-    def report_unresponsive(self, text: str) -> None:
-        """Calls every ``on_unresponsive``."""
-        with self._lock:
-            followed = list(self._saves.values())
-        for each in followed:
-            each.on_unresponsive(text)
-
-    def __len__(self) -> int:
-        return len(self._saves)
+T = TypeVar("T")
 
 
 class SidecarConnection:
@@ -139,23 +63,27 @@ class SidecarConnection:
     ) -> None:
         self.peer = f"sidecar at {channel.address}"
         self.identity = who
-        self.timers = Timers("pannier-timers")
         self.followed = FollowedSaves()
-        self.connected = threading.Event()
-        """Set while the sidecar is reachable."""
-        self.closed = threading.Event()
+        self.is_closed = False
+        self._engine = engine()
         self._channel = channel
         self._restart_daemons = restart_daemons
         self._on_welcome = on_welcome
         self._on_room_wanted = on_room_wanted
         self._welcome: sidecar_pb2.Welcome | None = None
         self._problem: PannierError | None = None
-        self._answered = threading.Event()
+        # Of the loop.
+        self._connected = asyncio.Event()
+        """Set while the sidecar is reachable."""
+        self._answered = asyncio.Event()
         """The sidecar accepted the connection, or refused it with a reason."""
+        self._closed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._timers: weakref.WeakSet[Timer] = weakref.WeakSet()
         self._heartbeat = Heartbeat(
             self.peer,
             self._ping,
-            connected=self.connected.is_set,
+            connected=self._connected.is_set,
             notify=self.followed.report_unresponsive,
         )
 
@@ -165,6 +93,8 @@ class SidecarConnection:
         assert self._welcome is not None
         return self._welcome
 
+    # Any thread.
+
     def open(self, timeout_s: float, hint: str) -> None:
         """Connects, and keeps the connection open until :meth:`close`, also after an error.
 
@@ -173,19 +103,56 @@ class SidecarConnection:
             VersionMismatchError: the sidecar has another wire version.
             ConfigurationError: the socket belongs to another user, or the TLS files can't be used.
         """
-        threading.Thread(target=self._run, name="pannier-connect", daemon=True).start()
-        answered = self._answered.wait(timeout_s)
-        problem = self._problem
-        if not self.connected.is_set():
-            if answered and problem is not None:
-                raise problem
-            raise UnavailableError(f"{problem or f'no {self.peer} answers'}; {hint}")
-        self._heartbeat.start()
+        self._engine.call(lambda: self._open(timeout_s, hint))
 
     def check_version(self) -> None:
         """Raises VersionMismatchError if the sidecar is of another version: it could misunderstand any call."""
         if isinstance(self._problem, VersionMismatchError):
             raise self._problem
+
+    def call(self, method: str, request: Any, timeout: float) -> Any:
+        """One unary call. Raises PannierError: the sidecar's, or UnavailableError."""
+        return self._engine.call(lambda: self._call(method, request, timeout))
+
+    def call_repeatedly(
+        self,
+        method: str,
+        request: Any,
+        time_left: Callable[[], float],
+        deadline: Deadline,
+        *,
+        patience_s: float = math.inf,
+        repeatable: bool = False,
+    ) -> Any:
+        """A unary call, repeated while the sidecar can't be reached, until ``deadline``.
+
+        Args:
+            time_left: updates the request's own time-outs before each try; returns its time-out, seconds.
+            patience_s: seconds after which an unreachable sidecar is no longer called.
+            repeatable: a time-out raises UnavailableError, and so is another try.
+        """
+
+        async def once() -> Any:
+            seconds = time_left()
+            return await self._call(method, request, seconds, repeatable=repeatable)
+
+        policy = self._policy(deadline, patience_s)
+        return self._engine.call(lambda: policy.run(once, sleep=self._await_connection))
+
+    def repeat(self, function: Callable[[], T], deadline: Deadline) -> T:
+        """``function()``, which blocks, repeated as above."""
+        return self._policy(deadline, math.inf).call(
+            function,
+            sleep=lambda seconds: self._engine.call(lambda: self._await_connection(seconds)),
+        )
+
+    def timer(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+        """Calls ``callback`` in a worker thread, unless it is cancelled or the connection closed in time."""
+        # Referenced by the timer alone: cancelled, it references nothing of the save.
+        work = self._engine
+        timer = self._engine.after(delay_s, lambda: work.start(lambda: work.in_thread(callback)))
+        self._engine.post(self._keep, timer)
+        return timer
 
     def close(self, *, announce: bool = False) -> None:
         """Ends the connection; running calls fail. Returns at once.
@@ -193,47 +160,52 @@ class SidecarConnection:
         Args:
             announce: this process continues, so that the sidecar must not treat it as dead.
         """
-        self.closed.set()
-        self._heartbeat.close()
-        self.timers.close()
-        if announce and self.connected.is_set():
-            try:
-                threading.Thread(
-                    target=self._announce_close, name="pannier-disconnect", daemon=True
-                ).start()
-                return
-            except RuntimeError:  # the interpreter is ending: the process will be dead soon
-                _log.debug("the end of the connection was not announced to the %s", self.peer)
-        self._channel.close()
+        self.is_closed = True
+        if not announce:
+            self._channel.close()
+        self._engine.start(lambda: self._close(announce))
 
-    @shielded
-    def call(self, method: str, request: Any, timeout: float, *, repeatable: bool = False) -> Any:
+    # On the loop.
+
+    async def _open(self, timeout_s: float, hint: str) -> None:
+        self._tasks.append(asyncio.create_task(self._stay_connected()))
+        await set_within(timeout_s, self._answered)
+        problem = self._problem
+        if not self._connected.is_set():
+            if self._answered.is_set() and problem is not None:
+                raise problem
+            raise UnavailableError(f"{problem or f'no {self.peer} answers'}; {hint}")
+        self._tasks.append(asyncio.create_task(self._heartbeat.run()))
+
+    async def _call(
+        self, method: str, request: Any, timeout: float, *, repeatable: bool = False
+    ) -> Any:
         """One unary call. ``repeatable``: a time-out raises UnavailableError, to be retried.
 
         Raises:
-            InterruptedCallError: a fork cancelled it.
             PannierError: the sidecar's error, or UnavailableError.
         """
         deadline = Deadline(timeout)
 
         def start(channel: grpc.Channel) -> Any:
             stub_method = getattr(sidecar_pb2_grpc.SidecarStub(channel), method)
-            # A future: one that can be cancelled around a fork.
             metadata = self._channel.metadata()
             return stub_method.future(request, timeout=timeout, metadata=metadata)
 
         self.check_version()
         with self._channel.call(start) as call:
+            ended = self._engine.loop.create_future()
+            call.add_done_callback(lambda _: self._engine.post(_set, ended))
             try:
+                await ended
                 return call.result()
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
             except grpc.FutureCancelledError as error:
-                if self._channel.was_interrupted(call):
-                    raise InterruptedCallError from error
                 raise UnavailableError("the client is closed") from error
             except grpc.RpcError as error:
-                if self._channel.was_interrupted(call):
-                    raise InterruptedCallError from error
-                if self.closed.is_set():
+                if self.is_closed:
                     raise UnavailableError("the client is closed") from error
                 if repeatable and deadline.passed:
                     raise UnavailableError(
@@ -242,7 +214,30 @@ class SidecarConnection:
                     ) from error
                 raise errors.from_rpc_error(error, peer=self.peer) from error
 
-    def _ping(self, timeout: float, *, closing: bool = False) -> None:
+    def _policy(self, deadline: Deadline, patience_s: float) -> RetryPolicy:
+        patience = Deadline(min(patience_s, deadline.remaining()))
+        at_exit: Deadline | None = None
+
+        def stop() -> bool:
+            nonlocal at_exit
+            if at_exit is None and not threading.main_thread().is_alive():
+                # The interpreter waits for the save's thread before it exits.
+                at_exit = Deadline(timeouts.RECONNECT_S)
+            return patience.passed or self.is_closed or (at_exit is not None and at_exit.passed)
+
+        return RetryPolicy(
+            retriable=lambda error: isinstance(error, UnavailableError),
+            first_s=timeouts.CALL_AGAIN_S,
+            longest_s=timeouts.CALL_LONGEST_AGAIN_S,
+            stop=stop,
+        )
+
+    async def _await_connection(self, seconds: float) -> None:
+        """Waits at most ``seconds`` for a connection that is known to be lost."""
+        # Connected, or the disconnect isn't noticed yet: the whole pause.
+        await set_within(seconds, self._closed if self._connected.is_set() else self._connected)
+
+    async def _ping(self, timeout: float, *, closing: bool = False) -> None:
         who = self.identity
         request = sidecar_pb2.PingRequest(
             job=who.job,
@@ -252,30 +247,38 @@ class SidecarConnection:
             closing=closing,
             waiting=wait_log.training_wait(),
         )
-        self.call("Ping", request, timeout)
+        await self._call("Ping", request, timeout)
 
-    def _announce_close(self) -> None:
-        try:
-            self._ping(timeouts.DISCONNECT_S, closing=True)
-        except (PannierError, InterruptedCallError) as error:
-            _log.debug(
-                "the end of the connection was not announced to the %s: %s", self.peer, error
-            )
-        finally:
-            self._channel.close()
+    def _keep(self, timer: Timer) -> None:
+        if self._closed.is_set():
+            timer.cancel()
+        else:
+            self._timers.add(timer)
 
-    def _run(self) -> None:
-        """Keeps the ``Connect`` stream open; the connection's own thread."""
-        failures = 0
-        while not self.closed.is_set():
+    async def _close(self, announce: bool) -> None:
+        self._closed.set()
+        for task in self._tasks:
+            task.cancel()
+        for timer in list(self._timers):
+            timer.cancel()
+        if announce and self._connected.is_set():
             try:
-                self._receive_all()
-                failures = 0
-            except InterruptedCallError:
-                failures = 0
-                continue
+                await self._ping(timeouts.DISCONNECT_S, closing=True)
             except PannierError as error:
-                if self.connected.is_set() and not self.closed.is_set():
+                _log.debug(
+                    "the end of the connection was not announced to the %s: %s", self.peer, error
+                )
+        self._channel.close()
+
+    async def _stay_connected(self) -> None:
+        """Keeps the ``Connect`` stream open."""
+        failures = 0
+        while True:
+            try:
+                await self._engine.in_thread(self._receive_all)
+                failures = 0
+            except PannierError as error:
+                if self._connected.is_set() and not self.is_closed:
                     _log.warning("lost the %s: %s; connecting again", self.peer, error)
                     failures = 0
                 self._problem = error
@@ -287,19 +290,26 @@ class SidecarConnection:
                 self._problem = PannierError(f"{type(error).__name__}: {error}")
                 failures += 1
             finally:
-                self.connected.clear()
-            if failures >= 3 and self._restart_daemons is not None and not self.closed.is_set():
+                self._connected.clear()
+            if failures >= 3 and self._restart_daemons is not None:
                 try:
-                    self._restart_daemons()
+                    await self._engine.in_thread(self._restart_daemons)
                 except Exception as error:  # noqa: BLE001 - as above
                     if not isinstance(error, PannierError):
                         error = PannierError(f"{type(error).__name__}: {error}")
                     self._problem = error
                     _log.warning("could not start the embedded daemons again: %s", error)
             pause_s = timeouts.CONNECT_AGAIN_S * 2 ** min(failures, 5)
-            self.closed.wait(min(timeouts.CONNECT_LONGEST_AGAIN_S, pause_s))
+            await asyncio.sleep(min(timeouts.CONNECT_LONGEST_AGAIN_S, pause_s))
+
+    def _mark_connected(self) -> None:
+        self._connected.set()
+        self._answered.set()
+
+    # In a worker thread.
 
     def _receive_all(self) -> None:
+        """Receives until the stream ends."""
         who = self.identity
         self._channel.renew()
         request = sidecar_pb2.ConnectRequest(
@@ -326,14 +336,12 @@ class SidecarConnection:
                 unanswered.set()
                 call.cancel()
 
-            first = self.timers.start(timeouts.CONNECT_S, give_up)
+            first = self._engine.after(timeouts.CONNECT_S, give_up)
             try:
                 for response in call:
                     first.cancel()
                     self._receive(response)
             except grpc.RpcError as error:
-                if self._channel.was_interrupted(call):
-                    raise InterruptedCallError from error
                 if unanswered.is_set():
                     raise UnavailableError(
                         f"{self.peer} did not answer within {timeouts.CONNECT_S:g} s: "
@@ -361,10 +369,9 @@ class SidecarConnection:
         self._welcome = welcome
         self._on_welcome(welcome)
         self._problem = None
-        self.connected.set()
-        self._answered.set()
+        self._engine.post(self._mark_connected)
 
 
-def seconds_left(deadline: Deadline | None) -> float:
-    """A deadline as messages carry it: seconds that remain, 0 for no deadline."""
-    return 0.0 if deadline is None else max(_LEAST_S, deadline.remaining())
+def _set(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

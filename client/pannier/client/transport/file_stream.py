@@ -3,21 +3,20 @@
 In: a staged file (an address in host memory). Out: its crc32c, once the sidecar
 holds all of it. Blocking code, for background threads; per message it runs a few
 lines of Python and leaves copying and checksums to C code that releases the GIL.
-How many files are streamed at the same time is adapted to the throughput.
+Only the calling thread reads the staged memory: gRPC's threads get encoded messages.
 """
 
 import ctypes
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 import crc32c
 import grpc
 
-from pannier.client.timers import Timers
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
+from pannier.client.engine import engine
+from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
 from pannier.wire import chunk_codec
@@ -28,16 +27,10 @@ Progress = Callable[[int], None]
 """Called with the number of bytes of the file that the sidecar holds."""
 
 
-MAX_STREAMS: Final = 4
-"""Most streams at the same time. Each may hold some 20 MiB of messages in flight."""
-_WINDOW: Final = 256 << 20
-"""Bytes per measurement of the throughput, at the full number of streams; each stream reports
-them 16 MiB at a time."""
-_FASTER: Final = 1.1
-_AS_FAST: Final = 0.95
-_PAUSE: Final = 8
-"""Windows between trials after one that changed nothing; doubled after each further one."""
-_LONGEST_PAUSE: Final = 256
+_AHEAD: Final = 2 * chunk_codec.ACKNOWLEDGE_BYTES
+"""Bytes that are sent before the sidecar has acknowledged them: the next ones come while it acknowledges."""
+_QUEUED: Final = 2
+"""Messages of one stream that wait for gRPC's thread."""
 
 
 class StagedFile(Protocol):
@@ -110,10 +103,6 @@ class StoppedError(Exception):
     """The save ended while its bytes were being sent."""
 
 
-class MemoryInUseError(PannierError):
-    """gRPC may still read the file's memory: it must never be used for anything else."""
-
-
 class Cancellation:
     """Cancels the streams of one save. Thread-safe."""
 
@@ -158,13 +147,11 @@ class Sender:
     def __init__(
         self,
         channel: SidecarChannel,
-        timers: Timers,
         peer: str,
         *,
         stall_s: float = timeouts.STREAM_STALL_S,
     ) -> None:
         self._channel = channel
-        self._timers = timers
         self._peer = peer
         self._stall_s = stall_s
 
@@ -178,35 +165,42 @@ class Sender:
         """Sends what the sidecar doesn't hold yet, in one stream.
 
         Raises:
-            UnavailableError, InterruptedCallError: the stream broke; a new one can resume it.
+            UnavailableError: the stream broke; a new one can resume it.
             StoppedError: ``stop`` was set.
             PannierError: the sidecar refused it.
         """
-        messages = _Messages(header, source)
+        requests = _Requests()
         stalled = threading.Event()
+        chunks: Iterator[Chunk] = iter(())
         committed: int | None = None
 
         def start(channel: grpc.Channel) -> Any:
-            return channel.stream_stream(
+            write: Any = channel.stream_stream(
                 "/pannier.v1.Sidecar/Write",
-                request_serializer=chunk_codec.encode,
+                request_serializer=bytes,
                 response_deserializer=sidecar_pb2.WriteResponse.FromString,
-            )(iter(messages), metadata=self._channel.metadata())
+            )
+            return write(requests, metadata=self._channel.metadata())
 
         def cancel_stalled() -> None:
             stalled.set()
             call.cancel()
 
         with self._channel.call(start) as call:
-            timer = self._timers.start(self._stall_s, cancel_stalled)
+            timer = engine().after(self._stall_s, cancel_stalled)
             stop.add(call)
+            # However the call ends: `put` must not wait for a thread of gRPC that reads no more.
+            if not call.add_callback(requests.end):
+                requests.end()
             try:
+                requests.put(chunk_codec.encode(header))
                 for response in call:
                     timer.renew()
                     if committed is None:
-                        messages.begin(response.committed)
+                        chunks = source.chunks(response.committed)
                     committed = response.committed
                     progress(committed)
+                    requests.put_chunks(chunks, committed + _AHEAD, timer.renew)
             except grpc.RpcError as error:
                 if stop.is_set:
                     raise StoppedError from error
@@ -215,14 +209,12 @@ class Sender:
                         f"{self._peer} acknowledged nothing for {self._stall_s:g} s: "
                         f"{unanswered(self._peer)}"
                     ) from error
-                if self._channel.was_interrupted(call):
-                    raise InterruptedCallError from error
                 raise self._as_pannier_error(error) from error
             finally:
                 timer.cancel()
                 stop.discard(call)
                 call.cancel()
-                messages.end()
+                requests.end()
         if committed != source.size:
             raise UnavailableError(
                 f"{self._peer} ended the stream of {header.name} at byte {committed} of "
@@ -237,137 +229,53 @@ class Sender:
         return known
 
 
-class _Messages:
-    """One stream's messages, read by gRPC's thread: the header, then chunks from a given byte on."""
+class _Requests:
+    """The encoded messages of one stream on their way to gRPC's thread, which iterates over them.
 
-    def __init__(self, header: sidecar_pb2.FileHeader, source: FileSource) -> None:
-        self._header = header
-        self._source = source
-        self._start: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._begun = False
-        self._ended = False
-        self._finished = threading.Event()
-
-    def __iter__(self) -> Iterator[sidecar_pb2.FileHeader | Chunk]:
-        self._begun = True
-        try:
-            yield self._header
-            start = self._start.get()
-            if start is None:
-                return
-            for chunk in self._source.chunks(start):
-                if self._ended:
-                    return
-                yield chunk
-        finally:
-            self._finished.set()
-
-    def begin(self, start: int) -> None:
-        """Starts the chunks, from this byte on."""
-        self._start.put(start)
-
-    def end(self) -> None:
-        """Returns once the source's memory isn't read any more. Raises MemoryInUseError."""
-        self._ended = True
-        self._start.put(None)
-        # If gRPC has not begun to iterate, it will find the None, and never read the source.
-        if self._begun and not self._finished.wait(timeouts.STREAM_CANCEL_S):
-            raise MemoryInUseError(
-                f"gRPC still reads the staging memory of {self._header.name} after "
-                f"{timeouts.STREAM_CANCEL_S:g} s; that memory will never be reused"
-            )
-
-
-class StreamLimit:
-    """How many streams of one sidecar client run at the same time. Thread-safe.
-
-    The best number depends on cores, network and other load, so it is found by trial: one more is
-    kept when that is clearly faster, one less when it is about as fast, because every stream also
-    takes CPU from training.
-
-    Args:
-        most: at the same time; at least 1.
-        clock: seconds.
+    At most :data:`_QUEUED` wait, so that a slow sidecar slows the sender down. One thread puts messages;
+    :meth:`end` is thread-safe.
     """
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most = most
-        self._clock = clock
-        self._changed = threading.Condition()
-        self._limit = min(2, most)
-        self._running = 0
-        self._begun = 0.0
-        """Start of the window, moved by the time without any stream."""
-        self._idle_since = 0.0
-        self._bytes: int | None = None
-        """Bytes in the window; None: the next bytes begin one."""
-        self._trial: tuple[int, float] | None = None
-        """Limit and bytes per second before the trial that is under way."""
-        self._step = 1
-        """Change of the limit in the next trial."""
-        self._windows_left = 0
-        """Until the next trial."""
-        self._pause = _PAUSE
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_QUEUED)
+        self._ended = False
 
-    @property
-    def limit(self) -> int:
-        """How many may run at the moment."""
-        return self._limit
+    def __iter__(self) -> "_Requests":
+        return self
 
-    def acquire(self, timeout_s: float) -> bool:
-        """Waits for permission to stream; False after ``timeout_s`` seconds."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._running < self._limit, timeout_s):
-                return False
-            if not self._running:
-                self._begun += self._clock() - self._idle_since
-            self._running += 1
+    def __next__(self) -> bytes:
+        message = self._messages.get()
+        self._room.release()
+        if message is None:
+            raise StopIteration
+        return message
+
+    def put_chunks(self, chunks: Iterator[Chunk], until: int, on_put: Callable[[], object]) -> None:
+        """Encodes and puts chunks up to that byte of the file, and ends after the last chunk.
+
+        Args:
+            on_put: called after each chunk: gRPC has taken an earlier one.
+        """
+        for chunk in chunks:
+            if not self.put(chunk_codec.encode(chunk)):
+                return
+            on_put()
+            if chunk.offset + chunk.size >= until:
+                return
+        self.end()
+
+    def put(self, message: bytes) -> bool:
+        """Waits for room; False after :meth:`end`, which also ends the wait."""
+        self._room.acquire()
+        if self._ended:
+            self._room.release()
+            return False
+        self._messages.put(message)
         return True
 
-    def release(self) -> None:
-        """The stream has ended."""
-        with self._changed:
-            self._running -= 1
-            if not self._running:
-                self._idle_since = self._clock()
-            self._changed.notify()
-
-    def add_bytes(self, count: int) -> None:
-        """The sidecar acknowledged ``count`` more bytes of any stream."""
-        with self._changed:
-            now = self._clock()
-            if self._running != self._limit:
-                self._bytes = None
-            elif self._bytes is None:
-                self._begun, self._bytes = now, 0
-            else:
-                self._bytes += count
-                if self._bytes >= _WINDOW and now > self._begun:
-                    self._evaluate(self._bytes / (now - self._begun))
-                    self._bytes = None
-
-    def _evaluate(self, rate: float) -> None:
-        if self._trial is None:
-            self._windows_left -= 1
-            if self._windows_left < 0:
-                self._start_trial(rate)
-            return
-        (limit, before), self._trial = self._trial, None
-        if rate >= before * (_FASTER if self._limit > limit else _AS_FAST):
-            # Kept: next trial in the same direction.
-            self._step = self._limit - limit
-            self._pause, self._windows_left = _PAUSE, 0
-            return
-        self._step = limit - self._limit
-        self._limit = limit
-        self._windows_left = self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._changed.notify()
-
-    def _start_trial(self, rate: float) -> None:
-        if not 1 <= self._limit + self._step <= self.most:
-            self._step = -self._step
-        if 1 <= self._limit + self._step <= self.most:
-            self._trial = (self._limit, rate)
-            self._limit += self._step
-            self._changed.notify()
+    def end(self) -> None:
+        """Nothing more is sent after the messages that wait."""
+        self._ended = True
+        self._messages.put(None)
+        self._room.release()

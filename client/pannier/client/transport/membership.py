@@ -8,9 +8,7 @@ import threading
 from collections.abc import Callable
 
 from pannier.client.config import Settings
-from pannier.client.embedded import launcher
-from pannier.client.embedded.daemon_spec import DaemonSpec
-from pannier.client.embedded.daemon_status import await_others
+from pannier.client.embedded import launcher, left_spools
 from pannier.client.identity import Identity, World
 from pannier.client.interrupts import Call, aside
 from pannier.client.transport.sidecar_client import SidecarClient
@@ -29,17 +27,21 @@ class Membership:
 
     @property
     def identity(self) -> Identity:
-        """This rank in its incarnation; needs no sidecar. Raises what :meth:`World.identity` raises."""
+        """This rank in its incarnation; needs no sidecar.
+
+        Raises:
+            PannierError: what :meth:`World.identity` raises.
+        """
         return aside(lambda: self.world.identity(self._settings))
 
     @property
     def is_connected(self) -> bool:
-        """Whether the sidecar is known, and this client's connection wasn't closed."""
+        """Whether there is a connection to the sidecar that this client hasn't closed."""
         sidecar = self._sidecar
         return sidecar is not None and not sidecar.is_closed
 
     def open_ahead(self) -> bool:
-        """Begins to find or start the sidecar in another thread, unless it is known; returns whether it did.
+        """Begins to find or start the sidecar in another thread, unless it has been opened; returns whether it did.
 
         :meth:`sidecar` waits for it, and raises its error.
         """
@@ -58,13 +60,14 @@ class Membership:
     def await_others(self, timeout_s: float | None) -> str:
         """Waits for other hosts' saves at this host's coordinator, if it serves other hosts.
 
-        Returns those still in progress after ``timeout_s`` seconds; empty: none.
+        Returns:
+            Those still in progress after ``timeout_s`` seconds; empty: none.
         """
         sidecar, daemons = self._sidecar, self.world.known_daemons
         if sidecar is None or daemons is None:
             return ""
         who = sidecar.identity
-        return await_others(daemons, who.job, who.incarnation, timeout_s)
+        return launcher.await_others(daemons, who.job, who.incarnation, timeout_s)
 
     def daemons(self) -> launcher.RunningDaemons | None:
         """The embedded daemons that this process uses; None: it has used none."""
@@ -72,7 +75,11 @@ class Membership:
         return None if spec is None else launcher.running_daemons(spec)
 
     def check_process(self) -> None:
-        """Raises InvalidRequestError in a process forked from the one that connected."""
+        """Checks that this process isn't forked from the one that connected.
+
+        Raises:
+            InvalidRequestError: it is.
+        """
         sidecar = self._sidecar
         if sidecar is not None:
             sidecar.check_process()
@@ -96,12 +103,7 @@ class Membership:
         if not settings.embedded:
             sidecar = SidecarClient.connect(settings, who)
         else:
-            daemons = self.world.daemons(settings)
-            try:
-                sidecar = self._open_embedded(who, daemons)
-            except UnavailableError:
-                # The daemons may have exited, idle, just after they were found.
-                sidecar = self._open_embedded(who, daemons)
+            sidecar = self._open_embedded(who)
         coordinator = sidecar.welcome.coordinator
         if settings.coordinator not in (None, coordinator):
             sidecar.close()
@@ -111,13 +113,24 @@ class Membership:
             )
         return sidecar
 
-    def _open_embedded(self, who: Identity, daemons: DaemonSpec) -> SidecarClient:
+    def _open_embedded(self, who: Identity) -> SidecarClient:
         settings = self._settings
+        daemons = self.world.daemons(settings)
 
-        def restart_daemons() -> None:
+        def ensure_daemons() -> None:
             launcher.ensure(settings, daemons)
 
-        address = launcher.ensure(settings, daemons)
-        return SidecarClient.connect(
-            settings, who, address=address, restart_daemons=restart_daemons
-        )
+        def connect() -> SidecarClient:
+            ensure_daemons()
+            return SidecarClient.connect(
+                settings, who, address=daemons.sidecar, restart_daemons=ensure_daemons
+            )
+
+        try:
+            sidecar = connect()
+        except UnavailableError:
+            # The daemons may have exited, idle, just after they were seen.
+            sidecar = connect()
+        if settings.coordinator is None:
+            left_spools.upload_aside(settings, daemons)
+        return sidecar

@@ -9,8 +9,8 @@ made for that, since bytes may be under way for long.
 import threading
 from typing import Protocol
 
-from pannier.client.transport.connection import seconds_left
 from pannier.client.transport.file_stream import Cancellation, StoppedError
+from pannier.client.transport.followed_saves import seconds_left
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common.deadline import Deadline
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
@@ -75,7 +75,7 @@ class PlanClaim:
         self._error: Exception | None = None
         self.aborted: save_pb2.SaveStatus | None = None
         """The group's save with this number was aborted, and went to another checkpoint: this rank may
-        have missed it, and belong to a later one."""
+        have missed it, and others since."""
         self._is_requested = False
         self._is_unsent = False
         """The local plan is requested, and :meth:`wait` is to send it."""
@@ -126,19 +126,16 @@ class PlanClaim:
         return self._plan_id
 
     def find_current_save(self, error: SaveAbortedError | StoppedError) -> int:
-        """The number of the save that this rank belongs to, if it missed saves of the others.
+        """The number of the save that the group is at, if this rank missed saves; 0: it didn't, as far as is known.
 
         Args:
             error: what ended the sending of this one.
 
-        Raises the error by which the local plan was refused, else ``error``; PannierError: the coordinator
-        can't be asked.
+        Raises the error by which the local plan was refused; PannierError: the coordinator can't be asked.
         """
-        if self._plan_id:
-            raise error
         cause = self._error or error
-        if isinstance(cause, StoppedError) and self.aborted is None:
-            raise error
+        if self._plan_id or (isinstance(cause, StoppedError) and self.aborted is None):
+            return 0
         if not isinstance(cause, SaveAbortedError | StoppedError):
             raise cause
         number = cause.resume_at if isinstance(cause, SaveAbortedError) else 0
@@ -147,9 +144,11 @@ class PlanClaim:
                 self._request_plan()
             except SaveAbortedError as ended:
                 number = ended.resume_at
-        if number <= self._context.save.number:
+        if number > self._context.save.number:
+            return number
+        if cause is not error:
             raise cause
-        return number
+        return 0
 
     def cancel(self) -> None:
         """The save has ended."""

@@ -242,7 +242,7 @@ class StatusFollower:
 
     @property
     def context(self) -> sidecar_pb2.SaveContext:
-        """The save's context, which :meth:`renumber` replaces."""
+        """Of the save."""
         return self._context
 
     @property
@@ -274,24 +274,15 @@ class StatusFollower:
             lambda status: dataclasses.replace(status, attempt=attempt, state="STAGING")
         )
 
-    def renumber(self, number: int, attempt: str, make_claim: Callable[[], PlanClaim]) -> None:
-        """Continues as the group's ``number``-th save; this rank had no part in the former one."""
-        self._sidecar.followed.unfollow(self._context.save)
-        context = sidecar_pb2.SaveContext()
-        context.CopyFrom(self._context)
-        context.save.number = number
-        with self._lock:
-            self._context = context
-            self._handed_over = False
-            self.stop = Cancellation()
-            self._claim = make_claim()
-        self._follow()
-        self.resolver.update(
-            lambda status: dataclasses.replace(status, id=self.text, attempt=attempt)
-        )
+    def fail_behind(self, error: SaveAbortedError, number: int) -> None:
+        """This rank missed saves: its own has ended, and the group's ``number``-th fails on all ranks."""
+        request = fail_request(self._context, error)
+        request.context.save.number = number
+        self._send(request)
+        self._fail(error, ArenaUse.UNUSED)
 
     def settle_abort(self) -> None:
-        """This rank won't continue as another save: applies a deferred ABORT, and later ones at once."""
+        """Nothing is left to be sent: applies a deferred ABORT, and later ones at once."""
         with self._lock:
             claim, self._claim = self._claim, None
         if claim is not None and claim.aborted is not None and not self.handle.done():
@@ -400,7 +391,7 @@ class StatusFollower:
                 claim = self._claim
                 behind = update.checkpoint_id != self._context.checkpoint_id
                 if claim is not None and behind:
-                    # Deferred until it is known whether this rank belongs to another save.
+                    # Deferred until it is known whether this rank missed saves.
                     claim.aborted = update
             self.stop.set()
             if claim is None or not behind:

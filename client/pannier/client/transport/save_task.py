@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from pannier.client.handle import SaveHandle
-from pannier.client.staging.in_flight import ArenaUse, InFlightSave
+from pannier.client.staging.in_flight import InFlightSave
 from pannier.client.staging.stager import Staged, in_attempt
-from pannier.client.transport.file_stream import MemoryInUseError, StagedFile, StoppedError
+from pannier.client.transport.file_stream import StagedFile, StoppedError
 from pannier.client.transport.plan_claim import CachedPlan, PlanClaim
+from pannier.client.transport.save_errors import fail_request
 from pannier.client.transport.save_status import OnCommitted, StatusFollower
 from pannier.client.transport.shared_memory import SpoolMapping
 from pannier.client.transport.sidecar_client import SidecarClient
@@ -89,7 +90,6 @@ class SaveTask:
         self._plan_id = ""
         self._plan_timeout_s = plan_timeout_s
         self._resume_after = resume_after
-        self._cached: CachedPlan | None = None
         self._staged: Staged | None = None
         self._state = _State.IN_CALL
         self._gave_files = False
@@ -138,19 +138,17 @@ class SaveTask:
             on_failure: called with the error before the handle fails.
         """
         self._attempt, self._plan_id = attempt, plan_id
-        self._cached = unconfirmed
-        claim = None if unconfirmed is None else self._make_claim(unconfirmed)
+        claim: PlanClaim | None = None
+        if unconfirmed is not None:
+            claim = PlanClaim(
+                unconfirmed,
+                self.sidecar,
+                self.status.context,
+                deadline=self.status.deadline,
+                wait_s=self._plan_timeout_s,
+                stop=self.status.stop,
+            )
         self.status.set_attempt(attempt, claim, on_failure)
-
-    def _make_claim(self, plan: CachedPlan) -> PlanClaim:
-        return PlanClaim(
-            plan,
-            self.sidecar,
-            self.status.context,
-            deadline=self.status.deadline,
-            wait_s=self._plan_timeout_s,
-            stop=self.status.stop,
-        )
 
     def staged(self, staged: Staged) -> None:
         """The state dict may change, except for incomplete copies from devices."""
@@ -180,23 +178,19 @@ class SaveTask:
             self._staged = None
             return
         self.status.arena.begin(slot)
-        # An exception raised by a signal handler may leave threads that send.
-        fate = ArenaUse.READ_LOCALLY
         try:
             self._finish_staging()
             self._send_to_sidecar()
             self.status.times.end("ingest")
-            fate = ArenaUse.UNUSED
         except StoppedError:
-            fate = ArenaUse.UNUSED
+            pass
         except Exception as error:  # noqa: BLE001 - a thread's end: it becomes the save's failure
-            fate = ArenaUse.READ_LOCALLY if isinstance(error, MemoryInUseError) else ArenaUse.UNUSED
             self.status.give_up(error)
         finally:
             self.status.settle_abort()
             self._state = _State.SENT
             self._staged = None
-            slot.sent(fate, handed_over=self._gave_files)
+            slot.sent(handed_over=self._gave_files)
 
     def _finish_staging(self) -> None:
         """Waits for copies from devices that outlast the call."""
@@ -214,34 +208,36 @@ class SaveTask:
         self.status.resolver.staged()
 
     def _send_to_sidecar(self) -> None:
-        while True:
-            try:
-                self._ingest()
-                return
-            except (SaveAbortedError, StoppedError) as error:
-                self._come_into_step(error)
-            except PannierError:
-                raise
-            except Exception as error:
-                raise PannierError(f"{type(error).__name__} while sending: {error}") from error
+        try:
+            self._ingest()
+        except (SaveAbortedError, StoppedError) as error:
+            if self.status.claim is not None:
+                self._check_step(self.status.claim, error)
+            raise
+        except PannierError:
+            raise
+        except Exception as error:
+            raise PannierError(f"{type(error).__name__} while sending: {error}") from error
 
-    def _come_into_step(self, error: SaveAbortedError | StoppedError) -> None:
-        """Continues as the save that this rank belongs to, if it missed saves of the others.
+    def _check_step(self, claim: PlanClaim, error: SaveAbortedError | StoppedError) -> None:
+        """Raises why the save of a claim has ended, if it isn't ``error``.
 
-        Raises ``error``, or why this rank's current save can't be found out.
+        A rank that missed saves of the others learns it only now, if it saved by a claim: it ends the save
+        that they are at, so that the next one is in step again.
         """
-        claim, plan = self.status.claim, self._cached
-        if claim is None or plan is None:
-            raise error
         number = claim.find_current_save(error)
-        _log.warning(
-            "this rank missed save calls that other ranks made: its save %s continues as the group's "
-            "save number %d",
-            *(self.status.text, number),
+        if not number:
+            return
+        context = self.status.context
+        missed = SaveAbortedError(
+            f"rank {context.rank} (host {context.host}) missed save calls of the other ranks: it was at save "
+            f"number {context.save.number} and they at {number}. That one fails, too; the next is in step "
+            f"again, with number {number + 1}",
+            [fail_request(context, PannierError("this rank missed save calls")).failure],
         )
         self._resume_after(number)
-        self._attempt = plan.attempt(number)
-        self.status.renumber(number, self._attempt, lambda: self._make_claim(plan))
+        self.status.fail_behind(missed, number)
+        raise missed
 
     def _mapped(self) -> dict[str, SpoolMapping]:
         """By name, the files that were staged into the sidecar's spool."""
@@ -306,7 +302,7 @@ class SaveTask:
         self.status.resolver.update(lambda status: dataclasses.replace(status, transport=transport))
 
     def _send_all(self, mapped: Container[str]) -> list[records_pb2.DataFile]:
-        """Streams all files but the ``mapped`` ones, several at a time."""
+        """Streams all files but the ``mapped`` ones, two at a time."""
         assert self._staged is not None
         todo = deque(file for file in self._staged.files if file.name not in mapped)
         held: dict[str, int] = {}
@@ -335,22 +331,15 @@ class SaveTask:
             except Exception as error:  # noqa: BLE001 - raised below, in the task's own thread
                 problems.append(error)
 
-        helpers: list[threading.Thread] = []
+        helper = threading.Thread(target=work, name=f"pannier-send-{self.status.text}")
         try:
-            for index in range(1, min(len(todo), self.sidecar.most_streams)):
-                name = f"pannier-send-{self.status.text}-{index}"
-                helper = threading.Thread(target=work, name=name)
+            if len(todo) > 1:
                 helper.start()
-                helpers.append(helper)
         except RuntimeError as error:  # a limit of threads
-            _log.debug("%s: only %d threads send: %s", self.status.text, len(helpers) + 1, error)
+            _log.debug("%s: one file is sent after the other: %s", self.status.text, error)
         work()
-        for helper in helpers:
+        if helper.ident is not None:
             helper.join()
-        # Before anything else: it decides whether the memory is used again.
-        for problem in problems:
-            if isinstance(problem, MemoryInUseError):
-                raise problem
         if self.status.stop.is_set:
             raise StoppedError
         if problems:

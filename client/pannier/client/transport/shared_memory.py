@@ -17,8 +17,10 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from contextlib import suppress
+from typing import Final
 
+from pannier.client.fork_hooks import close_in_child
 from pannier.client.staging.arena import (
     HUGE_PAGE,
     Arena,
@@ -218,7 +220,13 @@ class FileLeases:
         self._largest = 0
         self._pools: weakref.WeakSet[ArenaPool] = weakref.WeakSet()
         self._connection = connect_descriptors(path, digest)
-        _all_leases.add(self)
+        close_in_child(self, FileLeases._leave)
+
+    def _leave(self) -> None:
+        """In a forked child: its copy of the parent's connection would keep the leases after the parent's death."""
+        self._lost = True
+        with suppress(OSError):
+            os.close(self._connection.detach())
 
     @property
     def lost(self) -> bool:
@@ -426,23 +434,3 @@ class MappedTransport:
 @functools.cache
 def _log_once(text: str) -> None:
     _log.warning("%s", text)
-
-
-_all_leases: "weakref.WeakSet[FileLeases]" = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # The connection is the parent's: a copy of it here would keep the leases alive after its death.
-    for leases in list(_all_leases):
-        leases._lost = True
-        _close_quietly(leases._connection)
-
-
-def _close_quietly(connection: Any) -> None:
-    try:
-        os.close(connection.detach())
-    except OSError as error:
-        _log.debug("after a fork: %s", error)
-
-
-os.register_at_fork(after_in_child=_after_fork)

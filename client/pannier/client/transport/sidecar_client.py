@@ -4,34 +4,35 @@ In: requests of the client. Out: answers. Calls that a broken connection ended a
 their deadline. Thread-safe; every error is a PannierError.
 """
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Final
 
 from pannier.client.config import Settings
+from pannier.client.engine import Timer
 from pannier.client.identity import Identity
-from pannier.client.interrupts import aside, shielded
+from pannier.client.interrupts import aside
 from pannier.client.staging.arena import Arena
 from pannier.client.staging.arena_pool import ArenaPool
-from pannier.client.staging.host_copy import threads
-from pannier.client.timers import Timer
-from pannier.client.transport.channel import InterruptedCallError, SidecarChannel
-from pannier.client.transport.connection import FollowedSaves, SidecarConnection, seconds_left
+from pannier.client.transport.channel import SidecarChannel
+from pannier.client.transport.connection import SidecarConnection
 from pannier.client.transport.file_stream import (
-    MAX_STREAMS,
     Cancellation,
     FileSource,
     Progress,
     Sender,
     StagedFile,
-    StreamLimit,
 )
-from pannier.client.transport.retry import Retry
+from pannier.client.transport.followed_saves import FollowedSaves, seconds_left
 from pannier.client.transport.shared_memory import MappedTransport
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import sidecar_pb2
 from pannier.wire import addresses, object_names
-from pannier.wire.errors import DeadlineError, UnavailableError
+from pannier.wire.errors import DeadlineError
+
+_STREAMS: Final = 2
+"""Files that all saves stream at the same time. Each may hold some 20 MiB of messages in flight."""
 
 
 class SidecarClient:
@@ -42,7 +43,6 @@ class SidecarClient:
         channel: SidecarChannel,
         who: Identity,
         *,
-        hint: str,
         restart_daemons: Callable[[], None] | None,
         transport: str = "auto",
     ) -> None:
@@ -58,16 +58,8 @@ class SidecarClient:
         self._patience_s = (
             timeouts.RECONNECT_S if restart_daemons is None else timeouts.EMBEDDED_RESTART_S
         )
-        self._sender = Sender(channel, self._connection.timers, self.peer)
-        self._streams = StreamLimit(max(2, min(MAX_STREAMS, threads())))
-        self._retry = shielded(
-            Retry(
-                f"{self.peer} can't be reached: {hint}",
-                connected=self._connection.connected,
-                closed=self._connection.closed,
-                at_exit_s=timeouts.RECONNECT_S,
-            ).__call__
-        )
+        self._sender = Sender(channel, self.peer)
+        self._streams = threading.Semaphore(_STREAMS)
 
     @classmethod
     def connect(
@@ -108,7 +100,6 @@ class SidecarClient:
         client = cls(
             channel,
             who,
-            hint=hint,
             restart_daemons=restart_daemons,
             transport=settings.transport,
         )
@@ -157,15 +148,15 @@ class SidecarClient:
         """
         deadline, save_deadline = Deadline(timeout), _deadline(request.save_timeout_s)
 
-        def once() -> sidecar_pb2.PlanResponse:
+        def time_left() -> float:
             request.timeout_s = seconds_left(deadline)
             request.save_timeout_s = seconds_left(save_deadline)
-            answer: sidecar_pb2.PlanResponse = self._call(
-                "Plan", request, deadline.remaining() + timeouts.ANSWER_SLACK_S
-            )
-            return answer
+            return deadline.remaining() + timeouts.ANSWER_SLACK_S
 
-        return self._retry(once, deadline, patience_s=self._patience_s)
+        answer: sidecar_pb2.PlanResponse = self._connection.call_repeatedly(
+            "Plan", request, time_left, deadline, patience_s=self._patience_s
+        )
+        return answer
 
     def begin(
         self, request: sidecar_pb2.BeginRequest, timeout: float = timeouts.BEGIN_S
@@ -173,22 +164,24 @@ class SidecarClient:
         """Opens a save whose global plan torch makes."""
         deadline, save_deadline = Deadline(timeout), _deadline(request.save_timeout_s)
 
-        def once() -> sidecar_pb2.BeginResponse:
+        def time_left() -> float:
             request.save_timeout_s = seconds_left(save_deadline)
-            answer: sidecar_pb2.BeginResponse = self._call(
-                "Begin", request, deadline.remaining() + timeouts.ANSWER_SLACK_S
-            )
-            return answer
+            return deadline.remaining() + timeouts.ANSWER_SLACK_S
 
-        return self._retry(once, deadline, self._patience_s)
+        answer: sidecar_pb2.BeginResponse = self._connection.call_repeatedly(
+            "Begin", request, time_left, deadline, patience_s=self._patience_s
+        )
+        return answer
 
     def finish(
         self, request: sidecar_pb2.FinishRequest, timeout: float
     ) -> sidecar_pb2.FinishResponse:
         """Ends a save opened with :meth:`begin`; returns when it is committed."""
         deadline = Deadline(timeout)
-        answer: sidecar_pb2.FinishResponse = self._retry(
-            lambda: self._call("Finish", request, deadline.remaining() + timeouts.ANSWER_SLACK_S),
+        answer: sidecar_pb2.FinishResponse = self._connection.call_repeatedly(
+            "Finish",
+            request,
+            lambda: deadline.remaining() + timeouts.ANSWER_SLACK_S,
             deadline,
         )
         return answer
@@ -198,7 +191,7 @@ class SidecarClient:
     ) -> None:
         """Reports that this rank skips or fails a save, which aborts it on all ranks."""
         deadline = Deadline(timeout)
-        self._retry(lambda: self._call("Fail", request, deadline.remaining()), deadline)
+        self._connection.call_repeatedly("Fail", request, deadline.remaining, deadline)
 
     def hand_over(
         self, request: sidecar_pb2.HandOverRequest, timeout: float = timeouts.HAND_OVER_S
@@ -206,12 +199,11 @@ class SidecarClient:
         """Hands over the rank's files, all sent; returns when that is journalled."""
         deadline = Deadline(timeout)
 
-        def once() -> None:
+        def time_left() -> float:
             request.save_timeout_s = seconds_left(deadline)
-            seconds = min(timeouts.CALL_S, deadline.remaining() + timeouts.ANSWER_SLACK_S)
-            self._call("HandOver", request, seconds, repeatable=True)
+            return min(timeouts.CALL_S, deadline.remaining() + timeouts.ANSWER_SLACK_S)
 
-        self._retry(once, deadline)
+        self._connection.call_repeatedly("HandOver", request, time_left, deadline, repeatable=True)
         if not request.HasField("claim"):
             self.followed.mark_handed_over(request.context.save)
 
@@ -250,33 +242,19 @@ class SidecarClient:
             claim=claim,
         )
         until = stop or Cancellation()
-        held: int | None = None
-
-        def advanced(committed: int) -> None:
-            nonlocal held
-            if held is not None and committed > held:
-                self._streams.add_bytes(committed - held)
-            held = committed
-            progress(committed)
-
-        if not self._streams.acquire(timeout):
+        if not self._streams.acquire(timeout=timeout):
             raise DeadlineError(f"{file.name} waited {timeout:.0f} s for earlier files to be sent")
 
         def once() -> None:
             header.save_timeout_s = seconds_left(deadline)
             self._connection.check_version()
-            self._sender.stream(header, source, advanced, until)
+            self._sender.stream(header, source, progress, until)
 
         try:
-            self._retry(once, deadline)
+            self._connection.repeat(once, deadline)
         finally:
             self._streams.release()
         return source.crc32c()
-
-    @property
-    def most_streams(self) -> int:
-        """More concurrent calls of :meth:`send` than this only wait for each other."""
-        return self._streams.most
 
     def arena(self, pool: ArenaPool, sizes: Sequence[int]) -> Arena:
         """An arena with a buffer of each size, bytes; in the sidecar's spool if that is possible.
@@ -289,8 +267,8 @@ class SidecarClient:
         return aside(lambda: self._mapped.arena(pool, sizes))
 
     def timer(self, delay_s: float, callback: Callable[[], None]) -> Timer:
-        """Calls ``callback`` on a thread of this client unless it is cancelled in time."""
-        return self._connection.timers.start(delay_s, callback)
+        """Calls ``callback`` in a worker thread, unless it is cancelled or this client closed in time."""
+        return self._connection.timer(delay_s, callback)
 
     def check_process(self) -> None:
         """Raises InvalidRequestError in a process forked from the client's."""
@@ -299,7 +277,7 @@ class SidecarClient:
     @property
     def is_closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return self._connection.closed.is_set()
+        return self._connection.is_closed
 
     def close(self, *, announce: bool = False) -> None:
         """Disconnects; running calls fail. Returns at once.
@@ -310,9 +288,6 @@ class SidecarClient:
         self._connection.close(announce=announce)
         self._mapped.close()
 
-    def _call(self, method: str, request: Any, timeout: float, *, repeatable: bool = False) -> Any:
-        return self._connection.call(method, request, timeout, repeatable=repeatable)
-
     def _reserve(self, sizes: Sequence[int]) -> sidecar_pb2.ReserveResponse:
         who = self.identity
         request = sidecar_pb2.ReserveRequest(
@@ -322,10 +297,12 @@ class SidecarClient:
             client=who.client,
             sizes=sizes,
         )
-        answer: sidecar_pb2.ReserveResponse = self._retry(
-            lambda: self._call("Reserve", request, timeouts.CALL_S),
+        answer: sidecar_pb2.ReserveResponse = self._connection.call_repeatedly(
+            "Reserve",
+            request,
+            lambda: timeouts.CALL_S,
             Deadline(timeouts.CALL_S),
-            timeouts.RECONNECT_S,
+            patience_s=timeouts.RECONNECT_S,
         )
         return answer
 
@@ -338,10 +315,7 @@ class SidecarClient:
             client=who.client,
             spool_files=files,
         )
-        try:
-            self._call("Release", request, timeouts.DISCONNECT_S)
-        except InterruptedCallError as error:
-            raise UnavailableError("a fork interrupted the call") from error
+        self._connection.call("Release", request, timeouts.DISCONNECT_S)
 
 
 def _deadline(seconds: float) -> Deadline | None:

@@ -20,12 +20,12 @@ from pannier.cli.options import Location, Seconds, json_option, storage_options
 from pannier.cli.status_client import (
     daemon_option,
     embedded_sidecars,
-    listens,
     token_metadata,
     translate_rpc_errors,
 )
 from pannier.common import timeouts
 from pannier.common.cgroup import memory_limit
+from pannier.common.daemon_process import accepts
 from pannier.daemon import doctor_checks
 from pannier.maintenance.restore_check import check_restore
 from pannier.v1 import diagnosis_pb2, diagnosis_pb2_grpc
@@ -79,7 +79,7 @@ def command(
     address = address or embedded_sidecars()[0]
     absent = address.startswith("unix:") and not (
         # A daemon that was killed leaves its socket.
-        listens(address) if embedded else os.path.exists(_path(address))
+        accepts(address) if embedded else os.path.exists(_path(address))
     )
     checks = [("here", check) for check in _here(address, absent=embedded and absent)]
     code = 0

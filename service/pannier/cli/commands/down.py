@@ -33,6 +33,7 @@ def command(*, runtime_dir: Path | None, timeout: float) -> None:
     Exit status 0: none run any more; 1: they have not exited in time.
     """
     from pannier.common import daemon_record
+    from pannier.common.daemon_process import is_supervised
     from pannier.supervisor.runtime_directory import UnsafeDirectoryError
     from pannier.supervisor.up import stop
     from pannier.wire import addresses
@@ -49,7 +50,7 @@ def command(*, runtime_dir: Path | None, timeout: float) -> None:
     click.echo(f"{done}: {directory}")
     usual = addresses.usual_dirs() if runtime_dir is None else []
     for other in (*addresses.job_dirs(directory), *usual):
-        if other != directory and (other / "up.pid").exists():
+        if other != directory and is_supervised(other):
             whose = f" ({record.description})" if (record := daemon_record.read(other)) else ""
             click.echo(
                 f"other daemons run in {other}{whose}: `pannier down --runtime-dir {other}` ends them"

@@ -25,7 +25,7 @@ from pannier.sidecar.save_state import RankSave
 from pannier.sidecar.spool.data_file import DataFile
 from pannier.v1 import sidecar_pb2, sidecar_pb2_grpc
 from pannier.wire import chunk_codec, limits
-from pannier.wire.chunk_codec import ReceivedChunk
+from pannier.wire.chunk_codec import ACKNOWLEDGE_BYTES, ReceivedChunk
 from pannier.wire.errors import (
     DeadlineError,
     IntegrityError,
@@ -58,8 +58,6 @@ LIMITS: Final = {
     }.items()
 }
 """Calls at a time."""
-ACKNOWLEDGE: Final = 16 << 20
-"""Bytes between two acknowledgements of a stream."""
 LOOKAHEAD: Final = 4 << 20
 """Bytes of a stream that may arrive before they are read: while a chunk is stored, the next one arrives."""
 _STREAMS: Final = 16
@@ -367,7 +365,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
     ) -> AsyncGenerator[int, None]:
         """The data path: one iteration per chunk."""
         size, append, read = file.size, file.append, stream.read
-        next_stop = held + ACKNOWLEDGE
+        next_stop = held + ACKNOWLEDGE_BYTES
         while held < size:
             message = await read()
             if type(message) is ReceivedChunk:
@@ -382,7 +380,7 @@ class SidecarServicer(sidecar_pb2_grpc.SidecarServicer):
             # Frees the chunk's memory while the next one arrives.
             del message
             if held >= next_stop or held == size:
-                next_stop = held + ACKNOWLEDGE
+                next_stop = held + ACKNOWLEDGE_BYTES
                 await self._ingest.record_progress(rank, file)
                 yield held
 

@@ -1,0 +1,235 @@
+"""The client's event loop: one thread that owns what runs on it, and workers for what blocks.
+
+In: functions and coroutines, from any thread. Out: their results. Who calls waits in a queue of C code and
+holds no lock that the loop needs: what a signal handler raises in its thread ends that wait and nothing else.
+One per process, started on first use, in a daemon thread; a forked child has none of its parent's.
+Thread-safe, except where noted.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from pannier.client import fork_hooks
+from pannier.client.interrupts import Call, aside
+from pannier.common import timeouts
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_lock = threading.Lock()
+_engine: "Engine | None" = None
+
+
+class Engine:
+    """See the module. Use :func:`engine`, which makes the process's only one."""
+
+    def __init__(self) -> None:
+        # Not the policy's: the program may have set another one for its own loops.
+        self.loop = asyncio.SelectorEventLoop()
+        self._freed: queue.SimpleQueue[weakref.ref[Any]] = queue.SimpleQueue()
+        self._on_freed: dict[weakref.ref[Any], Callable[[], object]] = {}
+        self._watches_freed = False
+        self.running: set[Work] = set()
+        """The loop itself references its tasks weakly."""
+        self.is_inherited = False
+        """In a forked child, which has no such thread: nothing runs any more."""
+        thread = threading.Thread(target=self.loop.run_forever, name="pannier", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # a limit of threads: the next use tries again
+            self.loop.close()
+            raise
+        # A loop that is freed removes its sockets from the parent's epoll instance, which a fork shares.
+        fork_hooks.keep(self)
+
+    def call(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Runs ``work()`` on the loop, and returns or raises what it does. Not on the loop itself.
+
+        An exception of a signal handler ends the wait, not ``work()``.
+        """
+        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        async def run() -> None:
+            try:
+                answer.put((await work(), None))
+            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+                answer.put((None, error))
+
+        self.start(run)
+        result, error = answer.get()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # Its traceback holds this frame.
+                del error
+        returned: _T = result
+        return returned
+
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Calls ``function`` on the loop, soon. It must not block, and logs what it raises."""
+        if not self.is_inherited:
+            self.loop.call_soon_threadsafe(function, *arguments)
+
+    def start(self, work: Callable[[], Coroutine[Any, Any, object]]) -> "Work":
+        """Runs ``work()`` on the loop, soon, as a task of its own, which logs what it raises."""
+        started = Work(self)
+        self.post(started.begin, work)
+        return started
+
+    async def in_thread(self, function: Callable[[], _T]) -> _T:
+        """Runs a function that blocks in a worker thread. A cancelled wait doesn't end it. On the loop."""
+        done: asyncio.Future[_T] = self.loop.create_future()
+
+        def answer(outcome: tuple[Any, BaseException | None]) -> None:
+            self.post(_resolve, done, outcome)
+
+        Call(function, answer)
+        return await done
+
+    def after(self, delay_s: float, function: Callable[[], object]) -> "Timer":
+        """Calls ``function`` on the loop in ``delay_s`` seconds, unless the timer is cancelled or renewed."""
+        timer = Timer(self, delay_s, function)
+        self.post(timer.wait)
+        return timer
+
+    def every(self, period_s: float, function: Callable[[], object]) -> "Work":
+        """Calls ``function``, which may block, in a worker thread, each ``period_s`` seconds until cancelled."""
+
+        async def run() -> None:
+            while True:
+                await asyncio.sleep(period_s)
+                await self.in_thread(function)
+
+        return self.start(run)
+
+    def when_freed(self, owner: object, function: Callable[[], object]) -> None:
+        """Runs ``function`` in a worker thread, within about a second, once ``owner`` was freed.
+
+        A signal handler may raise a second time, in the ``except`` block that cleans up, and so cut the
+        clean-up short. The callback of the weak reference is a queue's method in C, which no handler can
+        interrupt.
+
+        Args:
+            owner: referenced by the interruptible call alone, and not by ``function``.
+            function: idempotent, since the call may have cleaned up itself.
+        """
+        self.post(self._watch_freed)
+        self._on_freed[weakref.ref(owner, self._freed.put)] = function
+
+    def _watch_freed(self) -> None:
+        if not self._watches_freed:
+            self._watches_freed = True
+            self.start(self._clean_up)
+
+    async def _clean_up(self) -> None:
+        while True:
+            await asyncio.sleep(timeouts.FREED_CHECK_S)
+            while not self._freed.empty():
+                function = self._on_freed.pop(self._freed.get(), None)
+                if function is not None:
+                    self.start(partial(self.in_thread, function))
+
+
+class Work:
+    """A coroutine that was started on the loop. Thread-safe."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._task: asyncio.Task[Any] | None = None
+
+    def begin(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """On the loop."""
+        self._task = self._engine.loop.create_task(work())
+        self._engine.running.add(self)
+        self._task.add_done_callback(self._ended)
+
+    def cancel(self) -> None:
+        """Ends it, soon."""
+        self._engine.post(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._engine.running.discard(self)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a task of the client failed", exc_info=error)
+
+
+class Timer:
+    """One pending call on the loop. Thread-safe."""
+
+    def __init__(self, engine: Engine, delay_s: float, function: Callable[[], object]) -> None:
+        self._engine = engine
+        self._delay_s = delay_s
+        self._due = time.monotonic() + delay_s
+        self._function: Callable[[], object] | None = function
+        self._handle: asyncio.TimerHandle | None = None
+
+    def renew(self) -> None:
+        """Starts the delay again."""
+        self._due = time.monotonic() + self._delay_s
+
+    def cancel(self) -> None:
+        """The function won't run, unless it is running already; it is no longer referenced."""
+        self._function = None
+        self._engine.post(self._forget)
+
+    def wait(self) -> None:
+        """Waits for the rest of the delay, then calls the function, once. On the loop."""
+        left_s = self._due - time.monotonic()
+        if self._function is not None and left_s > 0:
+            self._handle = self._engine.loop.call_later(left_s, self.wait)
+            return
+        function, self._function = self._function, None
+        if function is not None:
+            function()
+
+    def _forget(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+
+def engine() -> Engine:
+    """The engine of this process."""
+    return _engine or aside(_make)
+
+
+def _make() -> Engine:
+    global _engine
+    with _lock:
+        if _engine is None:
+            _engine = Engine()
+        return _engine
+
+
+def _resolve(future: "asyncio.Future[Any]", outcome: tuple[Any, BaseException | None]) -> None:
+    result, error = outcome
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, StopIteration):
+        future.set_exception(RuntimeError("StopIteration"))
+    else:
+        future.set_exception(error)
+
+
+def _reset_in_child() -> None:
+    global _lock, _engine
+    if _engine is not None:
+        _engine.is_inherited = True
+    _lock, _engine = threading.Lock(), None
+
+
+fork_hooks.reset_in_child(_reset_in_child)
