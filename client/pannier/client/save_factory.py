@@ -233,10 +233,12 @@ class SaveFactory:
                 )
 
             plan = stage_plan.resolve_plan(self._plans, spec, request_plan)
+            # Without the spec and the plan, which have the state: it may be freed once it is staged.
+            scope, part = spec.scope, plan.part
 
             def drop_part(error: BaseException) -> None:
                 if needs_new_plan(error):
-                    self._plans.drop(spec.scope, plan.part)
+                    self._plans.drop(scope, part)
 
             unconfirmed = None if plan.is_confirmed else plan.part
             task.planned(plan.attempt, plan.plan_id, unconfirmed, drop_part)

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.staging.layout import own_layout
 from pannier.client.staging.stager import stage
-from pannier.client.staging.values import StateValues, state_slots
+from pannier.client.staging.values import PlannerValues, StateValues, state_slots
 from pannier.client.xla import runtime, shard_tensors
+from pannier.client.xla.planners import SavePlanner
 from pannier.client.xla.runtime import Chunk
 from pannier.client.xla.shard_tensors import Fetcher, ShardView
 
@@ -119,3 +120,26 @@ def test_the_stager_copies_parts_of_xla_tensors_as_any_other_values(fetched: lis
     del held
     pool.release(staged.arena)
     pool.close()
+
+
+def test_a_planner_takes_the_parts_of_what_it_plans_and_only_these_are_fetched(
+    fetched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"a": torch.randn(ROWS, 2), "left out": torch.randn(ROWS), "b": torch.randn(ROWS)}
+    monkeypatch.setattr(runtime, "is_loaded", lambda: True)
+    monkeypatch.setattr(runtime, "holds_xla", lambda value: value is state)
+    monkeypatch.setattr(runtime, "is_xla", lambda value: isinstance(value, torch.Tensor))
+    monkeypatch.setattr(runtime, "settle", lambda: None)
+    monkeypatch.setattr(runtime, "kind", lambda tensor: runtime.Kind.SHARDED)
+    monkeypatch.setattr(runtime, "chunks", lambda tensor: [p.chunk for p in parts(0, tensor)])
+    planner = SavePlanner()
+    planner.set_up_planner(state)
+    plan = planner.create_local_plan()
+    plan.items[:] = [each for each in plan.items if each.index.fqn != "left out"]
+    values = PlannerValues(planner.finish_plan(plan).items, planner)
+    resolved = [values.resolve(slot) for slot in values.single]
+    assert [values.key(slot) for slot in values.single] == ["a", "a", "b", "b"]
+    assert torch.equal(torch.cat(resolved[:2]), state["a"])  # type: ignore[arg-type]
+    assert torch.equal(torch.cat(resolved[2:]), state["b"])  # type: ignore[arg-type]
+    assert fetched == [2]
+    values.release()

@@ -1,6 +1,8 @@
 """When a save goes by the plan of an earlier one, against a scripted sidecar: what is asked, and when."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -442,6 +444,24 @@ def test_a_prepared_save_costs_what_every_save_costs(
     assert hand_over.context.save.number == 2
     # No manifest in storage has this plan.
     assert (hand_over.claim.attempt, hand_over.claim.checkpoint_id) == ("", "")
+
+
+def test_a_state_may_be_freed_while_its_save_is_under_way(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    sidecar.commit = False
+    handles, freed = [], []
+    for number, planner in enumerate((None, None, Subclass())):
+        saved = {"large": torch.ones(1 << 18), "small": torch.ones(3)}
+        freed += map(weakref.ref, saved.values())
+        target = f"/x/{number}"
+        handles.append(client.async_save(saved, checkpoint_id=target, planner=planner))
+        del saved, planner
+    gc.collect()
+    assert [reference() for reference in freed] == [None] * 6
+    assert not any(handle.done() for handle in handles)
+    for hand_over in hand_overs(sidecar):
+        sidecar.send_status(hand_over.context.save, save_pb2.SAVE_STATE_COMMITTED)
 
 
 def test_preparing_refuses_what_saving_refuses(client: Client, sidecar: ScriptedSidecar) -> None:

@@ -264,9 +264,8 @@ class _Writer:
         if spill is not None and spill.size:
             files.append(StagedFile(layout.objects, spill.size, spill.address, spill))
         if self._devices is not None:
-            deferred = (
-                self._devices.start_deferred()
-            )  # before the description is read, which this may change
+            # Before the description is read, which this may change.
+            deferred = self._devices.start_deferred()
             copy_description = self._devices.copy_description or copy_description
         return Staged(files, layout, self._elsewhere, arena, deferred, copy_description)
 
