@@ -96,7 +96,7 @@ def test_a_save_by_a_known_plan_names_what_storage_said(
         GcsServer(tmp_path / "gcs") as server,
         Daemons(tmp_path, environment=server.env) as daemons,
     ):
-        for name, value in daemons.env(PANNIER_PLAN_TIMEOUT="4").items():
+        for name, value in daemons.env(PANNIER_PLAN_TIMEOUT="20").items():
             monkeypatch.setenv(name, value)
         with Client(load_settings()) as client:
             client.save(STATE, checkpoint_id="gs://bucket/run/step-1")

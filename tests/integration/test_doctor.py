@@ -23,7 +23,7 @@ from support.storage.gcs_server import GcsServer
 
 
 def doctor(*arguments: str, **environment: str) -> Result:
-    return pannier("doctor", "--json", "--timeout", "5", *arguments, env=environment)
+    return pannier("doctor", "--json", "--timeout", "20", *arguments, env=environment)
 
 
 def failed(result: Result) -> dict[tuple[str, str], Any]:

@@ -8,6 +8,7 @@ Thread-safe, except where noted.
 
 import asyncio
 import logging
+import os
 import queue
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from pannier.client import fork_hooks
 from pannier.client.interrupts import Call, aside
 from pannier.common import timeouts
+from pannier.wire.errors import InvalidRequestError
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +56,14 @@ class Engine:
         """Runs ``work()`` on the loop, and returns or raises what it does. Not on the loop itself.
 
         An exception of a signal handler ends the wait, not ``work()``.
+
+        Raises:
+            InvalidRequestError: this process was forked from the engine's.
         """
+        if self.is_inherited:
+            raise InvalidRequestError(
+                f"process {os.getpid()} was forked from the one that uses this client: it can't use it, too"
+            )
         answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
         async def run() -> None:

@@ -54,16 +54,17 @@ def stop(directory: Path, timeout_s: float) -> bool:
     check_directory(directory)
     if not is_supervised(directory):
         return False
-    pid = read(directory / PID)  # empty when they are exiting already
-    if pid:
-        if not _has_open(int(pid), directory / UP_LOCK):
-            raise UnsafeDirectoryError(
-                f"the daemons in {directory} run in another container, where their supervisor is "
-                f"process {pid}: end them there"
-            )
-        os.kill(int(pid), signal.SIGTERM)
+    pid = ""
     deadline = time.monotonic() + timeout_s
     while is_supervised(directory):
+        # Not there while it is exiting, and in the moment after it has made its files again.
+        if not pid and (pid := read(directory / PID)):
+            if not _has_open(int(pid), directory / UP_LOCK):
+                raise UnsafeDirectoryError(
+                    f"the daemons in {directory} were started in another container, where their supervisor is "
+                    f"process {pid}: end them there"
+                )
+            os.kill(int(pid), signal.SIGTERM)
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"the daemons in {directory} (process {pid or 'exiting'}) have not exited within "

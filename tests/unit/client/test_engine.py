@@ -14,6 +14,7 @@ import pytest
 from pannier.client import engine as engine_module
 from pannier.client.engine import engine
 from pannier.common import timeouts
+from pannier.wire.errors import InvalidRequestError
 from support.actors.scripted_sidecar import wait_until
 from support.processes.interrupted import interrupted, moments
 from support.processes.stretch import BOUND_S
@@ -156,6 +157,8 @@ def test_a_forked_child_has_a_loop_of_its_own_and_ends_without_touching_the_pare
         try:
             parents.post(os._exit, 2)
             gc.collect()
+            with pytest.raises(InvalidRequestError, match="forked"):
+                parents.call(answer)
             if engine() is not parents and engine().call(answer) == 5:
                 status = 0
         finally:

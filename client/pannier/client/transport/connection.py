@@ -112,6 +112,7 @@ class SidecarConnection:
 
     def call(self, method: str, request: Any, timeout: float) -> Any:
         """One unary call. Raises PannierError: the sidecar's, or UnavailableError."""
+        self._channel.check_process()
         return self._engine.call(lambda: self._call(method, request, timeout))
 
     def call_repeatedly(
@@ -136,6 +137,7 @@ class SidecarConnection:
             seconds = time_left()
             return await self._call(method, request, seconds, repeatable=repeatable)
 
+        self._channel.check_process()
         policy = self._policy(deadline, patience_s)
         return self._engine.call(lambda: policy.run(once, sleep=self._await_connection))
 
