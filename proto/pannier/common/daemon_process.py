@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Final
 
 from pannier.common import timeouts
-from pannier.wire import addresses
 
 UP_LOCK: Final = "up.lock"
 """Held by the supervisor of a runtime directory."""
@@ -27,7 +26,7 @@ PID: Final = "up.pid"
 
 def is_serving(directory: Path) -> bool:
     """Whether the directory's sidecar accepts connections."""
-    return accepts(addresses.embedded_sidecar(directory))
+    return accepts(_sidecar(directory))
 
 
 def accepts(address: str) -> bool:
@@ -43,6 +42,8 @@ def accepts(address: str) -> bool:
 
 def serving_sidecars(directory: Path) -> list[str]:
     """Addresses of the sidecars that accept connections, in the order of :func:`addresses.embedded_sidecars`."""
+    from pannier.wire import addresses
+
     return [address for address in addresses.embedded_sidecars(directory) if accepts(address)]
 
 
@@ -90,10 +91,17 @@ def _will_be_back(directory: Path) -> bool:
         # Without that file it is stopping.
         return (directory / PID).exists()
     # The sidecar has locked its spool; its command line names its socket (pannier.supervisor.process_title).
-    word = os.fsencode(addresses.embedded_sidecar(directory))
+    word = os.fsencode(_sidecar(directory))
     for process, _ in file_locks():
         with suppress(OSError):
             command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
             if word in command and b"sidecar" in command:
                 return True
     return False
+
+
+def _sidecar(directory: Path) -> str:
+    # Not imported by the supervisor, which stays without gRPC.
+    from pannier.wire import addresses
+
+    return addresses.embedded_sidecar(directory)
