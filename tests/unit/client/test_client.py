@@ -970,7 +970,8 @@ def test_a_normal_exit_waits_until_ingested(sidecar: ScriptedSidecar) -> None:
     assert done.code == 0, done.err
     # Whether it is committed by then depends on the sidecar, and what takes long on the machine.
     says = (
-        r"pannier: (saved /x/y, 76.3 MiB from 1 rank, |(the exit|async_save to /x/y) has waited )"
+        r"pannier: (saved /x/y, 76.3 MiB from 1 rank, |handed over y; the daemons commit it$|"
+        r"(the exit|async_save to /x/y) has waited )"
     )
     assert all(re.match(says, line) for line in done.err.splitlines()), done.err
     assert len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 1
