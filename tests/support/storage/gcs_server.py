@@ -60,7 +60,7 @@ class GcsServer:
 
     def __enter__(self) -> "GcsServer":
         self._directory.mkdir(parents=True, exist_ok=True)
-        # Bound here: requests wait in its queue until the server is up.
+        # Bound here: its address is known before it is up.
         with socket.create_server((self._host, 0)) as listening:
             scheme = "https" if self._tls else "http"
             self.url = f"{scheme}://{self._host}:{listening.getsockname()[1]}"
@@ -78,6 +78,12 @@ class GcsServer:
                 stdin=listening.fileno(),
                 imported=fork_server.COMMANDS,
             )
+        try:
+            # Else its start, long on a busy machine, would count against the time-outs of those who use it.
+            self.faults()
+        except BaseException:
+            self._process.close()
+            raise
         return self
 
     def __exit__(
