@@ -8,7 +8,6 @@ Thread-safe, except where noted.
 
 import asyncio
 import logging
-import os
 import queue
 import threading
 import time
@@ -18,9 +17,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pannier.client import fork_hooks
-from pannier.client.interrupts import Call, aside
+from pannier.client.interrupts import Call, Outcome, answer_of, aside
 from pannier.common import timeouts
-from pannier.wire.errors import InvalidRequestError
 
 _log = logging.getLogger(__name__)
 
@@ -61,10 +59,8 @@ class Engine:
             InvalidRequestError: this process was forked from the engine's.
         """
         if self.is_inherited:
-            raise InvalidRequestError(
-                f"process {os.getpid()} was forked from the one that uses this client: it can't use it, too"
-            )
-        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+            raise fork_hooks.forked_error()
+        answer: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
 
         async def run() -> None:
             try:
@@ -73,14 +69,7 @@ class Engine:
                 answer.put((None, error))
 
         self.start(run)
-        result, error = answer.get()
-        if error is not None:
-            try:
-                raise error
-            finally:
-                # Its traceback holds this frame.
-                del error
-        returned: _T = result
+        returned: _T = answer_of(answer)
         return returned
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
@@ -98,7 +87,7 @@ class Engine:
         """Runs a function that blocks in a worker thread. A cancelled wait doesn't end it. On the loop."""
         done: asyncio.Future[_T] = self.loop.create_future()
 
-        def answer(outcome: tuple[Any, BaseException | None]) -> None:
+        def answer(outcome: Outcome) -> None:
             self.post(_resolve, done, outcome)
 
         Call(function, answer)
@@ -222,7 +211,7 @@ def _make() -> Engine:
         return _engine
 
 
-def _resolve(future: "asyncio.Future[Any]", outcome: tuple[Any, BaseException | None]) -> None:
+def _resolve(future: "asyncio.Future[Any]", outcome: Outcome) -> None:
     result, error = outcome
     if future.done():
         return

@@ -13,8 +13,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from pannier.wire.errors import InvalidRequestError
+
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+
+def forked_error() -> InvalidRequestError:
+    """The error of a child that uses what belongs to its parent."""
+    return InvalidRequestError(
+        f"process {os.getpid()} was forked from one whose client was connected, and gRPC doesn't survive a "
+        'fork: use the client in the parent, or start this process with "spawn"'
+    )
+
 
 _kept: Final["weakref.WeakSet[Any]"] = weakref.WeakSet()
 _inherited: Final["weakref.WeakKeyDictionary[Any, Callable[[Any], object]]"] = (

@@ -133,8 +133,9 @@ def in_callback() -> bool:
     return _here.in_callback
 
 
-_Outcome = tuple[Any, BaseException | None]
-_Job = tuple[Callable[[], Any], contextvars.Context, Callable[[_Outcome], object]]
+Outcome = tuple[Any, BaseException | None]
+"""The result of a function in another thread, or what it raised."""
+_Job = tuple[Callable[[], Any], contextvars.Context, Callable[[Outcome], object]]
 _Inbox = queue.SimpleQueue[_Job]
 _idle: queue.SimpleQueue[_Inbox] = queue.SimpleQueue()
 """Inboxes of idle threads. Operations on it are in C, and so safe on the main thread."""
@@ -157,9 +158,9 @@ class Call(Generic[_T]):
     """
 
     def __init__(
-        self, function: Callable[[], _T], answer: Callable[[_Outcome], object] | None = None
+        self, function: Callable[[], _T], answer: Callable[[Outcome], object] | None = None
     ) -> None:
-        self._answer: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
+        self._answer: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         try:
             inbox = _idle.get_nowait()
         except queue.Empty:
@@ -170,18 +171,27 @@ class Call(Generic[_T]):
 
     def result(self, timeout: float | None = None) -> _T:
         """Returns or raises, once, what the function did; UnansweredError after ``timeout`` seconds."""
+        returned: _T = answer_of(self._answer, timeout)
+        return returned
+
+
+def answer_of(answers: "queue.SimpleQueue[Outcome]", timeout: float | None = None) -> Any:
+    """Returns or raises what a function in another thread did, once it is in the queue.
+
+    Raises:
+        UnansweredError: it isn't after ``timeout`` seconds.
+    """
+    try:
+        result, error = answers.get(timeout=timeout)
+    except queue.Empty:
+        raise UnansweredError(f"no answer within {timeout:g} s") from None
+    if error is not None:
         try:
-            result, error = self._answer.get(timeout=timeout)
-        except queue.Empty:
-            raise UnansweredError(f"no answer within {timeout:g} s") from None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                # Its traceback holds this frame.
-                del error
-        found: _T = result
-        return found
+            raise error
+        finally:
+            # Its traceback holds this frame.
+            del error
+    return result
 
 
 def aside(function: Callable[[], _T]) -> _T:
@@ -210,7 +220,7 @@ def _start_worker(inbox: _Inbox) -> None:
 def _work(inbox: _Inbox) -> None:
     while True:
         function, context, answer = inbox.get()
-        outcome: _Outcome
+        outcome: Outcome
         try:
             outcome = context.run(function), None
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from pannier.common.deadline import within
+from pannier.common.deadline import set_within
 from pannier.daemon.save_summary import shown
 from pannier.v1 import save_pb2
 from pannier.wire.errors import PannierError
@@ -161,9 +161,7 @@ class Watch:
 
     async def wait(self, timeout_s: float) -> bool:
         """Waits for the next notification; False when none came in time."""
-        try:
-            await within(timeout_s, self._notified.wait())
-        except asyncio.TimeoutError:
+        if not await set_within(timeout_s, self._notified):
             return False
         self._notified.clear()
         return True

@@ -11,14 +11,14 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import grpc
 
 from pannier.common import observer_clock, timeouts
-from pannier.common.deadline import within
+from pannier.common.deadline import set_within
 from pannier.sidecar.coordinator_client import CoordinatorClient
 from pannier.sidecar.liveness import TrainerLiveness
 from pannier.sidecar.replicas.exchange import Replicas
@@ -143,11 +143,7 @@ class CoordinatorStream:
         self._urgent.set()
         if self._client.detached_s and not self._changed:
             return True
-        try:
-            await within(timeout_s, self._left.wait())
-        except asyncio.TimeoutError:
-            return False
-        return True
+        return await set_within(timeout_s, self._left)
 
     async def _stay_attached(self) -> None:
         failures = 0
@@ -220,10 +216,7 @@ class CoordinatorStream:
         """Sends reports and heartbeats until this sidecar leaves."""
         while True:
             busy = bool(self._changed) or bool(self._saves.undecided())
-            with suppress(asyncio.TimeoutError):
-                await within(
-                    timeouts.PROGRESS_S if busy else timeouts.HEARTBEAT_S, self._urgent.wait()
-                )
+            await set_within(timeouts.PROGRESS_S if busy else timeouts.HEARTBEAT_S, self._urgent)
             self._urgent.clear()
             ranks, self._changed = list(self._changed.values()), {}
             requested, self._statuses_requested = self._statuses_requested, False

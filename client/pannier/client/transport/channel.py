@@ -27,7 +27,6 @@ from pannier.wire.addresses import channel_options, keepalive_options
 from pannier.wire.auth_token import Metadata, TokenFile
 from pannier.wire.errors import (
     ConfigurationError,
-    InvalidRequestError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -36,10 +35,6 @@ from pannier.wire.tls import Tls, is_unix, open_channel
 Running = TypeVar("Running", bound=grpc.RpcContext)
 
 _log = logging.getLogger(__name__)
-_FORKED = (
-    "process {pid} was forked from one whose client was connected, and gRPC doesn't survive a "
-    'fork: use the client in the parent, or start this process with "spawn"'
-)
 _DESCRIPTORS = "/proc/self/fd"
 
 Peer = str | tuple[str, int]
@@ -64,7 +59,7 @@ class SidecarChannel:
         token: TokenFile | None = None,
     ) -> None:
         if _forked_with_channels:
-            raise InvalidRequestError(_FORKED.format(pid=os.getpid()))
+            raise fork_hooks.forked_error()
         self.address = address
         self._tls = tls
         self._trusted_uids = trusted_uids
@@ -138,7 +133,7 @@ class SidecarChannel:
     def check_process(self) -> None:
         """Raises InvalidRequestError in a process forked from the channel's."""
         if self._inherited:
-            raise InvalidRequestError(_FORKED.format(pid=os.getpid()))
+            raise fork_hooks.forked_error()
 
     def cancel_calls(self) -> None:
         """Cancels all running calls."""

@@ -112,7 +112,6 @@ class SidecarConnection:
 
     def call(self, method: str, request: Any, timeout: float) -> Any:
         """One unary call. Raises PannierError: the sidecar's, or UnavailableError."""
-        self._channel.check_process()
         return self._engine.call(lambda: self._call(method, request, timeout))
 
     def call_repeatedly(
@@ -137,7 +136,6 @@ class SidecarConnection:
             seconds = time_left()
             return await self._call(method, request, seconds, repeatable=repeatable)
 
-        self._channel.check_process()
         policy = self._policy(deadline, patience_s)
         return self._engine.call(lambda: policy.run(once, sleep=self._await_connection))
 
@@ -196,10 +194,10 @@ class SidecarConnection:
 
         self.check_version()
         with self._channel.call(start) as call:
-            ended = self._engine.loop.create_future()
-            call.add_done_callback(lambda _: self._engine.post(_set, ended))
+            ended = asyncio.Event()
+            call.add_done_callback(lambda _: self._engine.post(ended.set))
             try:
-                await ended
+                await ended.wait()
                 return call.result()
             except asyncio.CancelledError:
                 call.cancel()
@@ -263,14 +261,17 @@ class SidecarConnection:
             task.cancel()
         for timer in list(self._timers):
             timer.cancel()
-        if announce and self._connected.is_set():
-            try:
+        if not announce:
+            return  # The channel is closed already.
+        try:
+            if self._connected.is_set():
                 await self._ping(timeouts.DISCONNECT_S, closing=True)
-            except PannierError as error:
-                _log.debug(
-                    "the end of the connection was not announced to the %s: %s", self.peer, error
-                )
-        self._channel.close()
+        except PannierError as error:
+            _log.debug(
+                "the end of the connection was not announced to the %s: %s", self.peer, error
+            )
+        finally:
+            self._channel.close()
 
     async def _stay_connected(self) -> None:
         """Keeps the ``Connect`` stream open."""
@@ -372,8 +373,3 @@ class SidecarConnection:
         self._on_welcome(welcome)
         self._problem = None
         self._engine.post(self._mark_connected)
-
-
-def _set(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from pannier.common import timeouts
-from pannier.common.deadline import within
+from pannier.common.deadline import set_within
 from pannier.sidecar.restore.block_memory import BlockMemory
 from pannier.storage.io_threads import Threads
 from pannier.wire.chunk_codec import BLOCK_BYTES
@@ -336,10 +336,7 @@ class BlockCache:
                         "larger --restore-budget if it is only slow"
                     )
                 self._freed.clear()
-                try:
-                    await within(min(due, end) - now, self._freed.wait())
-                except asyncio.TimeoutError:
-                    continue
+                await set_within(min(due, end) - now, self._freed)
             return self._free.pop()
 
     def _oldest(self) -> _Block | None:

@@ -9,11 +9,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import suppress
 from typing import Final
 
 from pannier.common import timeouts
-from pannier.common.deadline import within
+from pannier.common.deadline import set_within
 from pannier.daemon.status_registry import TERMINAL
 from pannier.sidecar.config import SidecarConfig
 from pannier.sidecar.liveness import Key, TrainerLiveness
@@ -105,10 +104,8 @@ class _Connection:
             if not self._changed:
                 await self._notified.wait()
                 continue
-            with suppress(asyncio.TimeoutError):
-                await within(timeouts.PROGRESS_S, self._notified.wait())
-                continue
-            break
+            if not await set_within(timeouts.PROGRESS_S, self._notified):
+                break
         if self._closed:
             return None
         messages: list[Message] = list(self._changed.values())

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from pannier.common import timeouts
-from pannier.common.deadline import within
+from pannier.common.deadline import set_within
 from pannier.sidecar.restore.block_cache import BlockRequest, CachedBlock
 from pannier.sidecar.restore.block_memory import BlockMemory
 from pannier.sidecar.restore.host_blocks import HostBlocks, LoadFiles
@@ -71,11 +71,8 @@ class FetchStream:
                 if not self._tasks:
                     return
             self._changed.clear()
-            try:
-                await within(timeouts.BLOCK_ALIVE_S, self._changed.wait())
-            except asyncio.TimeoutError:
-                if self._tasks:
-                    yield restore_pb2.FetchResponse()
+            if not await set_within(timeouts.BLOCK_ALIVE_S, self._changed) and self._tasks:
+                yield restore_pb2.FetchResponse()
 
     async def close(self) -> None:
         """Releases all blocks."""

@@ -15,13 +15,12 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
 from pannier.common import timeouts
-from pannier.common.deadline import within
+from pannier.common.deadline import set_within
 from pannier.common.units import size_text
 from pannier.sidecar.save_state import RankSave
 from pannier.sidecar.spool.spool import Spool, SpoolFile
@@ -310,8 +309,7 @@ class MappedFiles:
         owner = (rank.save.id.job, rank.save.id.incarnation, rank.rank)
         deadline = time.monotonic() + timeouts.FILE_RELEASE_S
         while self._is_ending(name) and (left := deadline - time.monotonic()) > 0:
-            with suppress(asyncio.TimeoutError):
-                await within(left, self._returned.wait())
+            await set_within(left, self._returned)
         lease, file = self._by_name.get(name, (None, None))
         if lease is None or file is None or lease.owner != owner:
             raise InvalidRequestError(

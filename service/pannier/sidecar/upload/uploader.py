@@ -8,12 +8,11 @@ becomes the failure of its rank.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from pannier.attempts.decisions import read_decision
 from pannier.common import fault_points, timeouts
-from pannier.common.deadline import within
+from pannier.common.deadline import set_within
 from pannier.daemon.logging import bind
 from pannier.sidecar.restore.local_copies import LocalCopies, LocalFile
 from pannier.sidecar.save_registry import SaveRegistry
@@ -191,8 +190,7 @@ class Uploader:
         """
         if rank.phase is Phase.HANDED_OVER:
             event = self._unconfirmed.setdefault(rank, asyncio.Event())
-            with suppress(asyncio.TimeoutError):
-                await within(timeouts.CONFIRM_S, event.wait())
+            await set_within(timeouts.CONFIRM_S, event)
 
     async def _write_receipt(self, rank: RankSave) -> None:
         """Waits for the files, writes the receipt: then the rank is durable."""
