@@ -1,6 +1,8 @@
 """The runtime directory of embedded daemons, and what cleaners do to it."""
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from pannier.common import timeouts
 from pannier.common.daemon_process import is_supervised
 from pannier.common.daemon_record import DaemonRecord, read
 from pannier.supervisor.runtime_directory import AlreadyRunningError, RuntimeDirectory
+from pannier.supervisor.up import stop
 
 DAYS_S = 10 * 86_400
 
@@ -70,3 +73,38 @@ def test_a_directory_that_another_supervisor_has_made_again_is_left_to_it(tmp_pa
     assert is_supervised(path)
     assert (path / "up.pid").exists()
     second.release()
+
+
+_LINGERING = """
+import signal, sys
+from pathlib import Path
+from pannier.common.daemon_record import DaemonRecord
+from pannier.supervisor.runtime_directory import RuntimeDirectory
+
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+directory = RuntimeDirectory(Path(sys.argv[1]), DaemonRecord.of_this_process({}, exits_idle=True))
+directory.acquire()
+directory.publish()
+print("published", flush=True)
+signal.sigwait([signal.SIGTERM])
+directory.withdraw()
+directory.release()
+sys.stdin.read()
+"""
+
+
+def test_a_supervisor_that_has_given_up_its_lock_has_not_exited_yet(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-c", _LINGERING, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "published\n"
+        with pytest.raises(TimeoutError, match=rf"process {process.pid}.* have not exited"):
+            stop(path, timeout_s=1.0)
+        assert not is_supervised(path)
+        process.communicate()
+    assert not stop(path, timeout_s=1.0)
