@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pannier.common import timeouts
+from pannier.v1 import save_pb2
 from support.chaos import acts as chaos_acts
 from support.chaos.acts import ChaosError, Scene, stop_after
 from support.chaos.check import read_events
@@ -44,7 +45,7 @@ SECONDS = 16.0
 _FIRST_S = 40.0
 """Until a save is committed, while nothing goes wrong."""
 _SETTLE_S = timeouts.RESUMED_SAVE_S + 20.0
-"""Until the daemons have nothing left to do, once the ranks have ended: what a start left without a plan has a minute."""
+"""Until the daemons have nothing left to do, once the ranks have ended: what a start left has a minute more."""
 _CHECK_S = 300.0
 
 
@@ -124,7 +125,7 @@ class Chaos:
         getattr(chaos_acts, act)(scene)
         cluster.server.clear()
         last = _end_ranks(cluster)
-        _settle(cluster)
+        _settle(cluster, self._server)
         _check_last(cluster, last)
         _end_daemons(cluster)
         _sweep(cluster, self._server)
@@ -221,13 +222,27 @@ def _await_end(cluster: Cluster) -> None:
     _await("the ranks end", ended, 3 * END_S)
 
 
-def _settle(cluster: Cluster) -> None:
+def _settle(cluster: Cluster, server: GcsServer) -> None:
     """Until no daemon has anything left to do."""
-    _await(
-        "nothing is undecided any more",
-        lambda: not any(undecided(daemon.address) for daemon in cluster.daemons),
-        _SETTLE_S,
-    )
+
+    def left() -> list[save_pb2.SaveStatus]:
+        return [save for daemon in cluster.daemons for save in undecided(daemon.address)]
+
+    def lacks_manifest(save: save_pb2.SaveStatus) -> bool:
+        return "no plan manifest" in save.waiting_on.text
+
+    try:
+        _await("nothing is undecided any more", lambda: not left(), _SETTLE_S)
+    except ChaosError:
+        if not all(map(lacks_manifest, left())):
+            raise
+        # They might be torch's, whose manifests come last: they have an hour, unless an operator knows better.
+        arguments = ["recover", cluster.root, "--abort"]
+        result = pannier(*arguments, env=server.env, timeout=stretched(_CHECK_S))
+        (cluster.directory / "recover.log").write_text(repr(result))
+        if result.code:
+            raise ChaosError(f"pannier recover failed: {result}") from None
+        _await("nothing is undecided any more", lambda: not left(), _SETTLE_S)
 
 
 def _check_last(cluster: Cluster, last: int) -> None:
