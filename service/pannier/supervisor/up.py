@@ -16,6 +16,7 @@ from pathlib import Path
 from pannier.common import timeouts
 from pannier.common.daemon_process import PID, UP_LOCK, await_restored, is_supervised
 from pannier.common.daemon_record import DaemonRecord
+from pannier.common.machine import process_start_s, process_state
 from pannier.supervisor.processes import (
     GAVE_UP,
     MISCONFIGURED,
@@ -54,10 +55,10 @@ def stop(directory: Path, timeout_s: float) -> bool:
     check_directory(directory)
     if not is_supervised(directory):
         return False
-    pid = started = ""
+    pid, started_s = "", 0.0
     deadline = time.monotonic() + timeout_s
     # It gives up the lock just before it exits.
-    while is_supervised(directory) or (started and _started(pid) == started):
+    while is_supervised(directory) or (pid and process_state(int(pid), started_s) != "ended"):
         # Not there while it is exiting, and in the moment after it has made its files again.
         if not pid and (pid := read(directory / PID)):
             if not _has_open(int(pid), directory / UP_LOCK):
@@ -65,7 +66,7 @@ def stop(directory: Path, timeout_s: float) -> bool:
                     f"the daemons in {directory} were started in another container, where their supervisor is "
                     f"process {pid}: end them there"
                 )
-            started = _started(pid)
+            started_s = process_start_s(int(pid))
             os.kill(int(pid), signal.SIGTERM)
         if time.monotonic() > deadline:
             raise TimeoutError(
@@ -229,15 +230,6 @@ def _leave_supervisor() -> None:
     logging.getLogger().handlers.clear()
     for name in _OF_OTHER_DAEMONS:
         os.environ.pop(name, None)
-
-
-def _started(pid: str) -> str:
-    """When a process started, in the kernel's clock ticks; empty: it has ended, perhaps as a zombie."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        # After the name, which may hold blanks: state, ..., start time (proc_pid_stat(5)).
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-        return "" if words[0] in "ZX" else words[19]
-    return ""
 
 
 def _has_open(pid: int, path: Path) -> bool:

@@ -125,10 +125,10 @@ class Chaos:
         getattr(chaos_acts, act)(scene)
         cluster.server.clear()
         last = _end_ranks(cluster)
-        _settle(cluster, self._server)
+        _settle(cluster)
         _check_last(cluster, last)
         _end_daemons(cluster)
-        _sweep(cluster, self._server)
+        _sweep(cluster)
         self._check(cluster, outcome)
 
     def _check(self, cluster: Cluster, outcome: Outcome) -> None:
@@ -222,7 +222,7 @@ def _await_end(cluster: Cluster) -> None:
     _await("the ranks end", ended, 3 * END_S)
 
 
-def _settle(cluster: Cluster, server: GcsServer) -> None:
+def _settle(cluster: Cluster) -> None:
     """Until no daemon has anything left to do."""
 
     def left() -> list[save_pb2.SaveStatus]:
@@ -237,11 +237,7 @@ def _settle(cluster: Cluster, server: GcsServer) -> None:
         if not all(map(lacks_manifest, left())):
             raise
         # They might be torch's, whose manifests come last: they have an hour, unless an operator knows better.
-        arguments = ["recover", cluster.root, "--abort"]
-        result = pannier(*arguments, env=server.env, timeout=stretched(_CHECK_S))
-        (cluster.directory / "recover.log").write_text(repr(result))
-        if result.code:
-            raise ChaosError(f"pannier recover failed: {result}") from None
+        _run_command(cluster, "recover", cluster.root, "--abort")
         _await("nothing is undecided any more", lambda: not left(), _SETTLE_S)
 
 
@@ -281,12 +277,15 @@ def _end_daemons(cluster: Cluster) -> None:
         raise ChaosError(f"left in the spools beside {copies} files of local copies: {left}")
 
 
-def _sweep(cluster: Cluster, server: GcsServer) -> None:
-    arguments = ["gc", cluster.root, "--grace", "0", "--abandoned-after", "0"]
-    result = pannier(*arguments, env=server.env, timeout=stretched(_CHECK_S))
-    (cluster.directory / "gc.log").write_text(repr(result))
+def _sweep(cluster: Cluster) -> None:
+    _run_command(cluster, "gc", cluster.root, "--grace", "0", "--abandoned-after", "0")
+
+
+def _run_command(cluster: Cluster, *arguments: str) -> None:
+    result = pannier(*arguments, env=cluster.server.env, timeout=stretched(_CHECK_S))
+    (cluster.directory / f"{arguments[0]}.log").write_text(repr(result))
     if result.code:
-        raise ChaosError(f"pannier gc failed: {result}")
+        raise ChaosError(f"pannier {arguments[0]} failed: {result}")
 
 
 # By hand.

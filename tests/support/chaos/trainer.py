@@ -94,7 +94,7 @@ def _move_to_its_host(clock_s: float) -> None:
     """Gives this process another wall clock, and so another kernel."""
     if not clock_s:
         return
-    from pannier.client import machine
+    from pannier.common import machine
 
     clocks.shift(clock_s)
     kernel = machine.boot_id

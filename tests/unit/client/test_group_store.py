@@ -13,11 +13,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from pannier.client import machine
 from pannier.client.engine import engine
 from pannier.client.ranks import group_store
 from pannier.client.ranks.group_store import GroupStore, StartError, StoreFailedError
 from pannier.client.ranks.rank_hosts import RankHosts
+from pannier.common import machine
 from support.actors.scripted_sidecar import wait_until
 from support.processes.stretch import BOUND_S, stretched
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pannier.client import machine
 from pannier.client.embedded import network
+from pannier.common import machine
 from pannier.wire.errors import ConfigurationError
 
 

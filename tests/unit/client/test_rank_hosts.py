@@ -6,8 +6,8 @@ import psutil
 import pytest
 from torch.distributed import HashStore
 
-from pannier.client import machine
 from pannier.client.ranks.rank_hosts import RankHosts, RankRecord
+from pannier.common import machine
 
 
 class Hosts(RankHosts):

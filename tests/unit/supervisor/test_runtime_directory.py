@@ -101,10 +101,12 @@ def test_a_supervisor_that_has_given_up_its_lock_has_not_exited_yet(tmp_path: Pa
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "published\n"
-        with pytest.raises(TimeoutError, match=rf"process {process.pid}.* have not exited"):
-            stop(path, timeout_s=1.0)
-        assert not is_supervised(path)
-        process.communicate()
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "published\n"
+            with pytest.raises(TimeoutError, match=rf"process {process.pid}.* have not exited"):
+                stop(path, timeout_s=1.0)
+            assert not is_supervised(path)
+        finally:
+            process.kill()
     assert not stop(path, timeout_s=1.0)

@@ -15,8 +15,7 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pannier.client import machine
-from pannier.common import timeouts
+from pannier.common import machine, timeouts
 from pannier.wire.addresses import channel_options
 from pannier.wire.errors import ConfigurationError, from_rpc_error
 from pannier.wire.tls import channel_to

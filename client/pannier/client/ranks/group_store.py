@@ -26,13 +26,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from pannier.client import torch_compat
 from pannier.client.engine import engine
 from pannier.client.interrupts import Call, UnansweredError
-from pannier.client.machine import process_state
 from pannier.client.messages import wait_log
 from pannier.client.ranks.load_error import LoadError
 from pannier.client.ranks.rank_hosts import RankHosts
 from pannier.client.torch_compat import Store
 from pannier.common import timeouts
 from pannier.common.deadline import set_within
+from pannier.common.machine import process_state
 from pannier.v1 import save_pb2
 from pannier.wire.errors import DeadlineError, InvalidRequestError
 

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pannier.client.machine import machine_id, process_start_s, process_state
 from pannier.client.torch_compat import Store
+from pannier.common.machine import machine_id, process_start_s, process_state
 from pannier.wire.failures import ranks_text, shorten
 
 _PREFIX: Final = "pannier-hosts"

@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import grpc
 
-from pannier.client import machine
 from pannier.client.config import Settings
 from pannier.client.embedded.daemon_spec import tls_files
 from pannier.client.loading.checksum_verifier import Receipts
@@ -33,7 +32,7 @@ from pannier.client.transport.shared_memory import (
     fetch_descriptors,
     socket_beside,
 )
-from pannier.common import timeouts
+from pannier.common import machine, timeouts
 from pannier.v1 import records_pb2, restore_pb2, restore_pb2_grpc
 from pannier.wire.errors import (
     IntegrityError,
