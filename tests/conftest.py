@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,16 @@ def leaves_nothing_behind() -> Iterator[None]:
         Path(path).unlink(missing_ok=True)
     if complaints:
         pytest.fail("left behind: " + ", ".join(complaints))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaves_no_default_client() -> Iterator[None]:
+    """The client of the module-level functions: the next file's would save through daemons that are gone."""
+    yield
+    module = sys.modules.get("pannier.client.default_factory")
+    if module is not None and module._default is not None:
+        module.close_default(BOUND_S)
+        pytest.fail("left open: the default client")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pickle
 import re
 import traceback
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ ERRORS = [
     for each in vars(errors).values()
     if isinstance(each, type) and issubclass(each, errors.PannierError)
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed_at_the_end() -> Iterator[None]:
+    yield
+    client.close()
 
 
 def public(error: type[errors.PannierError]) -> type[errors.PannierError]:
