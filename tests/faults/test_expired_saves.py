@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pannier.client import InDoubtError, PannierError
+from pannier.client.engine import engine
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
@@ -37,22 +38,22 @@ class LateHandOver:
         self._request: tuple[SidecarClient, sidecar_pb2.HandOverRequest] | None = None
         fail = SidecarClient.fail
 
-        def hand_over(
+        async def hand_over(
             session: SidecarClient, request: sidecar_pb2.HandOverRequest, timeout: float
         ) -> None:
             if request.context.checkpoint_id == self.checkpoint_id:
                 self._request = session, request
                 self.made.set()
-                self.give_up.wait()
+                await engine().in_thread(self.give_up.wait)
                 raise UnavailableError("the sidecar is stopped")
             if self.made.is_set():
-                self.arrived.wait()
-            self._send(session, request, timeout)
+                await engine().in_thread(self.arrived.wait)
+            await self._send(session, request, timeout)
 
-        def report(session: SidecarClient, request: sidecar_pb2.FailRequest) -> None:
+        async def report(session: SidecarClient, request: sidecar_pb2.FailRequest) -> None:
             if request.context.checkpoint_id == self.checkpoint_id:
                 raise UnavailableError("the sidecar is stopped")
-            fail(session, request)
+            await fail(session, request)
 
         monkeypatch.setattr(SidecarClient, "hand_over", hand_over)
         monkeypatch.setattr(SidecarClient, "fail", report)
@@ -62,7 +63,7 @@ class LateHandOver:
         assert self._request is not None
         session, request = self._request
         try:
-            self._send(session, request, BOUND_S)
+            engine().call(lambda: self._send(session, request, BOUND_S))
         finally:
             self.arrived.set()
 

@@ -107,8 +107,8 @@ ROWS = {
         "faults/test_expired_saves.py::test_a_late_hand_over_does_not_commit_what_the_next_save_has_staged",
     ],
     "a save's outcome isn't known when its deadline passes": [
-        "unit/client/test_save_task.py::test_what_may_be_ingested_is_in_doubt_without_a_decision",
-        "unit/client/test_save_task.py::test_a_commit_by_torch_that_is_not_answered_is_in_doubt",
+        "unit/client/test_save.py::test_what_may_be_ingested_is_in_doubt_without_a_decision",
+        "unit/client/test_save.py::test_a_commit_by_torch_that_is_not_answered_is_in_doubt",
     ],
     "storage can't be reached at the first save": [
         "faults/test_unreachable_storage.py::test_a_first_save_says_soon_that_storage_can_not_be_reached",

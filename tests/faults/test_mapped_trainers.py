@@ -41,15 +41,16 @@ import os, signal, time
 from pathlib import Path
 import torch
 from pannier import client
-from pannier.client.transport.save_task import SaveTask
+from pannier.client.saves.save import Save
 
-def send(self, slot):
+async def send(self):
+    await self._staged
     print("staged", flush=True)
     while not Path(os.environ["GO"]).exists():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
-SaveTask.send = send
+Save._send = send
 client.async_save({"w": torch.full((8 << 18,), 1.0)}, checkpoint_id=os.environ["TARGET"])
 """
 

@@ -36,8 +36,9 @@ from pannier.client.restore.load_result import LoadResult
 from pannier.client.restore.load_sharing import LoadSharing
 from pannier.client.resume.ingested_saves import IngestedSaves, ingested_of
 from pannier.client.resume.latest import find_latest
-from pannier.client.save_call import SaveCall
 from pannier.client.save_factory import SaveFactory
+from pannier.client.saves.call import Options, SaveCall
+from pannier.client.saves.save import Save
 from pannier.client.staging.optimizer_guard import Guard, Guards
 from pannier.client.transport.save_errors import has_plan_changed
 from pannier.common import save_interval
@@ -177,9 +178,9 @@ class Client:
         deadline: Deadline | None = None
         current: SaveCall | None = None
 
-        def run(call: SaveCall) -> SaveHandle:
+        def run(save: Save) -> SaveHandle:
             nonlocal deadline, current
-            current = call
+            current = save.call
             self._factory.check_open()
             options.check_on_busy(on_busy)
             options.check_staging(staging)
@@ -191,15 +192,13 @@ class Client:
             path = options.checkpoint_path(_target(checkpoint_id, storage_writer))
             seconds = self.settings.save_timeout if timeout is None else check_timeout(timeout)
             deadline = deadline or Deadline(seconds)
-            call.accept(path, replace)
+            chosen = Options(deadline, on_busy, numbers, replace, self.settings.plan_timeout)
+            save.call.accept(path, chosen)
             return self._factory.save(
-                call,
+                save,
                 state_dict,
                 planner,
-                on_busy=on_busy,
-                metrics=numbers,
                 extra_files=extra,
-                deadline=deadline,
                 devices=self._guards.copies(staging),
                 on_deferred=self._guards.add_copies,
             )
@@ -213,7 +212,7 @@ class Client:
             except SaveSkippedError as error:
                 skipped = None
                 if on_busy == "skip" and current is not None:
-                    skipped = current.skipped_handle(error)
+                    skipped = self._factory.skipped_handle(current, error)
                 if skipped is None:
                     raise
                 handle = skipped
@@ -279,10 +278,10 @@ class Client:
         Raises: what :meth:`async_save` raises.
         """
 
-        def run(call: SaveCall) -> None:
+        def run(save: Save) -> None:
             self._factory.check_open()
-            call.accept(options.prepared_path(checkpoint_root))
-            self._factory.prepare(call, state_dict, planner)
+            save.call.accept(options.prepared_path(checkpoint_root), Options(Deadline()))
+            self._factory.prepare(save.call, state_dict, planner)
 
         reported = _reported_target(checkpoint_root, None)
         with self._raising_earlier():

@@ -12,13 +12,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pannier.client import fork_hooks
 from pannier.client.interrupts import Call, Outcome, answer_of, aside
 from pannier.common import timeouts
+from pannier.common.deadline import Deadline
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +27,43 @@ _T = TypeVar("_T")
 
 _lock = threading.Lock()
 _engine: "Engine | None" = None
+
+
+class Cancellable(Protocol):
+    """A call of gRPC."""
+
+    def cancel(self) -> object:
+        """Ends it."""
+
+
+class Stop:
+    """Ends what blocks in a worker thread. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_set = False
+        self._calls: list[Cancellable] = []
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the result is no longer needed."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Cancels the calls, and those to come."""
+        with self._lock:
+            self._is_set = True
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call.cancel()
+
+    def add(self, call: Cancellable) -> None:
+        """``call`` is to be cancelled, too."""
+        with self._lock:
+            if not self._is_set:
+                self._calls.append(call)
+                return
+        call.cancel()
 
 
 class Engine:
@@ -41,7 +79,9 @@ class Engine:
         """The loop itself references its tasks weakly."""
         self.is_inherited = False
         """In a forked child, which has no such thread: nothing runs any more."""
-        thread = threading.Thread(target=self.loop.run_forever, name="pannier", daemon=True)
+        self._thread = thread = threading.Thread(
+            target=self.loop.run_forever, name="pannier", daemon=True
+        )
         try:
             thread.start()
         except RuntimeError:  # a limit of threads: the next use tries again
@@ -60,6 +100,8 @@ class Engine:
         """
         if self.is_inherited:
             raise fork_hooks.forked_error()
+        if threading.get_ident() == self._thread.ident:
+            raise RuntimeError("the loop can't wait for itself")
         answer: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
 
         async def run() -> None:
@@ -84,14 +126,39 @@ class Engine:
         return started
 
     async def in_thread(self, function: Callable[[], _T]) -> _T:
-        """Runs a function that blocks in a worker thread. A cancelled wait doesn't end it. On the loop."""
+        """Runs a function that blocks in a worker thread. A cancelled wait doesn't end it. On the loop.
+
+        Where no further thread can be started it waits for one that becomes idle.
+
+        Raises:
+            RuntimeError: none does.
+        """
         done: asyncio.Future[_T] = self.loop.create_future()
 
         def answer(outcome: Outcome) -> None:
             self.post(_resolve, done, outcome)
 
-        Call(function, answer)
+        deadline = Deadline(timeouts.CALL_S)
+        while True:
+            try:
+                Call(function, answer)
+                break
+            except RuntimeError:
+                if deadline.passed:
+                    raise
+                await asyncio.sleep(timeouts.CALL_AGAIN_S)
         return await done
+
+    async def in_stoppable_thread(self, function: Callable[[Stop], _T]) -> _T:
+        """As :meth:`in_thread`, but a cancelled wait stops the function, and waits until it has ended. On the loop."""
+        stop = Stop()
+        working = asyncio.ensure_future(self.in_thread(partial(function, stop)))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            stop.set()
+            await _all_done({working})
+            raise
 
     def after(self, delay_s: float, function: Callable[[], object]) -> "Timer":
         """Calls ``function`` on the loop in ``delay_s`` seconds, unless the timer is cancelled or renewed."""
@@ -109,19 +176,23 @@ class Engine:
 
         return self.start(run)
 
-    def when_freed(self, owner: object, function: Callable[[], object]) -> None:
-        """Runs ``function`` in a worker thread, within about a second, once ``owner`` was freed.
+    def at_end_of_call(self, function: Callable[[], object]) -> object:
+        """Runs ``function`` in a worker thread, within about a second of the end of the calling function.
 
         A signal handler may raise a second time, in the ``except`` block that cleans up, and so cut the
         clean-up short. The callback of the weak reference is a queue's method in C, which no handler can
         interrupt.
 
         Args:
-            owner: referenced by the interruptible call alone, and not by ``function``.
             function: idempotent, since the call may have cleaned up itself.
+
+        Returns:
+            What the call references until its end: a local variable of its own.
         """
+        frame = _Frame()
         self.post(self._watch_freed)
-        self._on_freed[weakref.ref(owner, self._freed.put)] = function
+        self._on_freed[weakref.ref(frame, self._freed.put)] = function
+        return frame
 
     def _watch_freed(self) -> None:
         if not self._watches_freed:
@@ -135,6 +206,10 @@ class Engine:
                 function = self._on_freed.pop(self._freed.get(), None)
                 if function is not None:
                     self.start(partial(self.in_thread, function))
+
+
+class _Frame:
+    """Referenced by the stack frame of a call alone, and freed with it."""
 
 
 class Work:
@@ -196,6 +271,37 @@ class Timer:
     def _forget(self) -> None:
         if self._handle is not None:
             self._handle.cancel()
+
+
+async def side_by_side(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """The results of all. If one raises, or the wait is cancelled, the others are cancelled and waited for."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await _all_done(set(tasks))
+
+
+async def first_of(seconds: float, *futures: "asyncio.Future[Any]") -> None:
+    """Waits until one is done, at most ``seconds``."""
+    await asyncio.wait(futures, timeout=max(0.0, seconds), return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _all_done(futures: "set[asyncio.Future[Any]]") -> None:
+    """Waits for all, also when the wait is cancelled; what they raise is of no account."""
+    cancelled = False
+    while running := {each for each in futures if not each.done()}:
+        try:
+            await asyncio.wait(running)
+        except asyncio.CancelledError:
+            cancelled = True
+    for each in futures:
+        if not each.cancelled():
+            each.exception()  # Or it is logged as lost.
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 def engine() -> Engine:

@@ -1,7 +1,8 @@
 """Hooks of the interpreter's exit: they wait for saves in progress, and log a long wait.
 
 In: objects with saves in progress. Out: calls of their two methods, one before the interpreter waits
-for threads, the other after. Thread-safe.
+for threads, the other after. The first comes before anything else that ends with the program: functions of
+atexit, pools of threads. Thread-safe.
 """
 
 import atexit
@@ -16,14 +17,15 @@ _log = logging.getLogger(__name__)
 class _Closing(Protocol):
     """See :class:`pannier.client.save_factory.SaveFactory`."""
 
-    def log_exit(self) -> None:
-        """The interpreter is about to wait for threads that send."""
+    def send_at_exit(self) -> None:
+        """The program has ended, but for threads of its own."""
 
     def close_at_exit(self) -> None:
         """These threads have ended."""
 
 
 _known: "weakref.WeakSet[_Closing]" = weakref.WeakSet()
+_is_ending = False
 _kept: set[_Closing] = set()
 """Objects that are called even if nothing else references them."""
 
@@ -43,12 +45,19 @@ def let_go(closing: _Closing) -> None:
     _kept.discard(closing)
 
 
+def is_ending() -> bool:
+    """Whether the interpreter is ending, and waits for saves."""
+    return _is_ending
+
+
 def _before_threads_end() -> None:
+    global _is_ending
+    _is_ending = True
     for each in list(_known):
         try:
-            each.log_exit()
+            each.send_at_exit()
         except Exception:  # noqa: BLE001 - the hooks of other modules, which end threads, must run
-            _log.exception("the wait at exit can't be logged")
+            _log.exception("saves may not have been waited for at exit")
 
 
 @atexit.register

@@ -6,6 +6,7 @@ refers to it: it is freed with its last reference, without the garbage collector
 switch off).
 """
 
+import asyncio
 import concurrent.futures
 import copy
 import dataclasses
@@ -15,11 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from pannier.client.engine import engine
 from pannier.client.interrupts import Condition, SafeFuture
 from pannier.client.loading.storage_reader import StorageReader
 from pannier.client.user_errors import add_note, description, without_frames
@@ -29,7 +31,6 @@ from pannier.wire.errors import (
     InDoubtError,
     PannierError,
     SaveAbortedError,
-    SaveSkippedError,
     failure_messages,
 )
 
@@ -234,17 +235,12 @@ class CommitCallbacks:
 
         For a callback that calls this, only later ones are left: it doesn't wait for these.
         """
-        own = threading.current_thread()
+        own, running = threading.current_thread(), self._running
         with self._changed:
-            return self._changed.wait_for(
-                lambda: not self._running or own in self._running, timeout
-            )
+            return self._changed.wait_for(lambda: not running or own in running, timeout)
 
     def _run(
-        self,
-        thread: threading.Thread,
-        callback: Callable[[SaveResult], object],
-        result: SaveResult,
+        self, thread: threading.Thread, callback: Callable[[SaveResult], object], result: SaveResult
     ) -> None:
         try:
             callback(result)
@@ -339,9 +335,9 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
         self._staging.set_running_or_notify_cancel()
         self._ingest = MilestoneFuture(outcome)
         self._callbacks = CommitCallbacks(UnretrievedErrors())
-        self._guard = threading.Lock()
-        self._ended = False
         self._status = SaveStatus(save_id, checkpoint_id, "", "PLANNING", 0, 0, 0, "")
+        self._staged: Mapping[str, Any] = {}
+        """Fields of the status that the caller's thread has set, and the engine's loop not taken over yet."""
 
     @property
     def staging_completion(self) -> Future[None]:  # type: ignore[override]
@@ -367,6 +363,11 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
         """Done when the checkpoint is committed; raises what :meth:`result` raises."""
         return self._upload
 
+    @property
+    def outcome(self) -> Outcome:
+        """Whether it has failed, and whether the caller knows that."""
+        return self._outcome
+
     def add_commit_callback(self, callback: Callable[[SaveResult], object]) -> None:
         """Calls ``callback`` once with the result when the checkpoint is committed; never if it isn't.
 
@@ -388,10 +389,12 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
 
     def status(self) -> SaveStatus:
         """How far the save is, by the last status update."""
-        return self._status
+        # In this order: the loop takes them over before it forgets them.
+        staged, status = self._staged, self._status
+        return dataclasses.replace(status, **staged) if staged else status
 
     def __repr__(self) -> str:
-        status = self._status
+        status = self.status()
         return (
             f"<SaveHandle {status.id} to {status.checkpoint_id}: {status.state}, {status.percent}%>"
         )
@@ -406,86 +409,90 @@ class SaveHandle(OutcomeFuture[SaveResult], AsyncSaveResponse):
 
 
 class Resolver:
-    """Changes a handle, on behalf of the client."""
+    """The end of a handle that its save writes. One call at a time."""
 
     def __init__(self, handle: SaveHandle) -> None:
         self.handle = handle
-        self.outcome = handle._outcome
-        self._staged = False
-        self._ingested = False
+        self.waits = dict.fromkeys(("sidecar", "copies", "room", "report"), "")
+        """What the save waits for: the first that isn't empty counts, so that what this process knows itself goes
+        before the sidecar's report."""
+        self._turn = asyncio.Lock()
+        self._is_staged = False
+        self._is_ingested = False
+        self._is_ended = False
 
     def use_callbacks(self, callbacks: CommitCallbacks) -> None:
         """Sets the callbacks that the client waits for; to be called before the caller has the handle."""
         self.handle._callbacks = callbacks
 
-    def update(self, change: Callable[[SaveStatus], SaveStatus]) -> None:
-        """Replaces the handle's status."""
-        with self.handle._guard:
-            self.handle._status = change(self.handle._status)
+    def show(self, **changes: Any) -> None:
+        """Changes these fields of the handle's status. On the loop."""
+        handle = self.handle
+        staged = handle._staged
+        handle._status = dataclasses.replace(handle._status, **{**staged, **changes})
+        if staged:
+            handle._staged = {}
+
+    def show_staged(self, **fields: Any) -> None:
+        """The same for what the caller has staged: shown when its call returns. Once, on its thread."""
+        self.handle._staged = fields
+
+    def wait_for(self, what: str, text: str) -> None:
+        """What the save waits for, human-readable; empty: no longer."""
+        self.waits[what] = text
+        self.show(waiting_on=next(filter(None, self.waits.values()), ""))
+
+    async def in_worker(self, step: Callable[[], object]) -> None:
+        """Takes a step in a worker, since it runs the user's callbacks; one after the other. On the loop."""
+        async with self._turn:
+            try:
+                await engine().in_thread(step)
+            except RuntimeError:  # a limit of threads
+                step()
 
     def staged(self) -> None:
         """The state dict may change. No effect when the save has failed meanwhile."""
-        with self.handle._guard:
-            if self.handle._ended:
-                return
-            self._staged = True
-        self.handle._staging.set_result(None)
+        if not (self._is_ended or self._is_staged):
+            self._is_staged = True
+            self.handle._staging.set_result(None)
 
     def ingested(self) -> None:
         """The save no longer needs this rank's trainer. Idempotent; no effect when the save has ended."""
-        with self.handle._guard:
-            if self.handle._ended or self._ingested:
-                return
-            self._ingested = True
-        self.handle._ingest.set_result(None)
+        if not (self._is_ended or self._is_ingested):
+            self._is_ingested = True
+            self.handle._ingest.set_result(None)
 
-    def resolve(self, result: SaveResult) -> bool:
-        """The save is committed; False when it had ended before."""
+    def resolve(self, result: SaveResult) -> None:
+        """The save is committed."""
+        self.ingested()
+        self._is_ended = True
+        self.handle._upload.set_result(None)
+        self.handle.set_result(result)
 
-        def end() -> None:
-            if not self._ingested:
-                self.handle._ingest.set_result(None)
-            self.handle._upload.set_result(None)
-            self.handle.set_result(result)
-
-        return self._end(end)
-
-    def fail(self, error: Exception, *, quietly: bool = False) -> bool:
-        """The save has failed; False when it had ended before.
+    def fail(
+        self,
+        error: Exception,
+        *,
+        quietly: bool = False,
+        unretrieved: UnretrievedErrors | None = None,
+    ) -> None:
+        """The save has failed.
 
         Args:
             error: what ``result()`` raises.
             quietly: the caller knows already; no later call raises it.
+            unretrieved: gets the error before anybody can see that the save has failed.
         """
         kept = without_frames(error)
-
-        def end() -> None:
-            self.outcome.fail(kept)
-            if quietly:
-                self.outcome.mark_retrieved()
-            if not self._staged:
-                self.handle._staging.set_exception(kept)
-            if not self._ingested:
-                self.handle._ingest.set_exception(kept)
-            self.handle._upload.set_exception(kept)
-            self.handle.set_exception(kept)
-
-        return self._end(end)
-
-    def _end(self, end: Callable[[], None]) -> bool:
-        with self.handle._guard:
-            if self.handle._ended:
-                return False
-            self.handle._ended = True
-        # Outside the lock: it runs the user's callbacks.
-        end()
-        return True
-
-
-def skipped(save: str, checkpoint_id: str, error: SaveSkippedError) -> SaveHandle:
-    """A handle of a save that the user's own ``on_busy="skip"`` ended."""
-    handle = SaveHandle(save, checkpoint_id)
-    resolver = Resolver(handle)
-    resolver.update(lambda status: dataclasses.replace(status, state="SKIPPED"))
-    resolver.fail(error, quietly=True)
-    return handle
+        self._is_ended = True
+        self.handle.outcome.fail(kept)
+        if quietly:
+            self.handle.outcome.mark_retrieved()
+        if unretrieved is not None:
+            unretrieved.add(self.handle.outcome)
+        if not self._is_staged:
+            self.handle._staging.set_exception(kept)
+        if not self._is_ingested:
+            self.handle._ingest.set_exception(kept)
+        self.handle._upload.set_exception(kept)
+        self.handle.set_exception(kept)

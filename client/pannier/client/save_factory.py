@@ -10,8 +10,8 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -21,39 +21,52 @@ from pannier.client.config import Settings
 from pannier.client.engine import engine
 from pannier.client.handle import SaveHandle
 from pannier.client.identity import World
-from pannier.client.interrupts import aside, shielded
-from pannier.client.messages import console, save_line, wait_log
+from pannier.client.interrupts import shielded
+from pannier.client.messages import console, wait_log
 from pannier.client.options import checkpoint_path, reported_path
 from pannier.client.planning import stage_plan
 from pannier.client.planning.local_plan import PlannerRun
 from pannier.client.planning.plan_cache import PlanCache
 from pannier.client.process_group import check_single_process, is_alone
-from pannier.client.save_call import SaveCall, request_final_plan
+from pannier.client.saves.call import Options, SaveCall
+from pannier.client.saves.outcome import skipped
+from pannier.client.saves.save import Save
+from pannier.client.saves.saves import Saves, check_may_wait
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
-from pannier.client.staging.in_flight import InFlightSaves
 from pannier.client.staging.stager import add_extra_files
 from pannier.client.transport.membership import Membership
-from pannier.client.transport.save_errors import needs_new_plan
-from pannier.client.transport.save_task import SaveTask
-from pannier.client.transport.saves_in_progress import SavesInProgress, check_may_wait
 from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.client.user_errors import name_save
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
-from pannier.common.save_interval import SaveCost
 from pannier.v1 import plan_pb2, save_pb2, sidecar_pb2
-from pannier.wire.errors import DeadlineError, InvalidRequestError, PannierError
+from pannier.wire.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    PannierError,
+    SaveAbortedError,
+    SaveSkippedError,
+)
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
+def _plan_ahead(
+    call: SaveCall, state_dict: Mapping[str, Any], planner: SavePlanner | None
+) -> stage_plan.SaveSpec | None:
+    """Runs the planner while another thread finds or starts the sidecar.
+
+    Returns None without planning if the sidecar is known: then the plan may be cached.
+    """
+    if not call.member.open_ahead():
+        return None
+    return stage_plan.plan_ahead(call.context(), state_dict, planner)
+
+
 def _plan() -> str:
     return "the plans of all ranks"
-
-
-class _Frame:
-    """Belongs to the stack frame of one call of :meth:`SaveFactory.save`, and is freed with it."""
 
 
 class SaveFactory:
@@ -61,9 +74,7 @@ class SaveFactory:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.saves = SavesInProgress(self._disconnect_if_done)
-        self.slots = InFlightSaves(settings.max_in_flight, self.saves.__str__)
-        """Staging memory of the saves in flight."""
+        self.saves = Saves(settings.max_in_flight, self._disconnect_if_done)
         self._lock = threading.Lock()
         self._memberships: dict[bool, Membership] = {}
         self._old_memberships: list[Membership] = []
@@ -92,7 +103,7 @@ class SaveFactory:
         process_group: Any,
         no_dist: bool,
         checkpoint_id: str,
-        body: Callable[[SaveCall], _T],
+        body: Callable[[Save], _T],
     ) -> _T:
         """Runs ``body`` as the group's next save.
 
@@ -110,12 +121,18 @@ class SaveFactory:
         member.check_process()
         while True:
             call = SaveCall(member, group, checkpoint_id)
+            save = Save(call, self.saves)
             try:
-                return body(call)
+                return body(save)
             except BaseException as error:
-                if call.resumes_after(error):
+                if isinstance(error, SaveAbortedError) and error.resume_at > call.number:
+                    _log.warning("%s", error)
+                    save.end_call()
+                    member.world.resume(group, error.resume_at)
                     continue
-                call.fail(error)
+                save.end_call(error)
+                # Afterwards: the report names the save anyway.
+                name_save(error, call.text, call.checkpoint_id)
                 raise
 
     def open_save(
@@ -123,192 +140,166 @@ class SaveFactory:
         checkpoint_id: str,
         process_group: Any = None,
         no_dist: bool = False,
+        *,
+        timeout_s: float,
         overwrite: bool | None = None,
-    ) -> tuple[SidecarClient, sidecar_pb2.SaveContext]:
-        """Takes the next number of a group, for a save whose RPCs the caller makes.
+    ) -> tuple[SidecarClient, Save]:
+        """Takes the next number of a group, for a save whose global plan torch makes.
 
         Raises:
             InvalidRequestError: this rank is not in the group, or the id is not valid.
         """
 
-        def open_(call: SaveCall) -> tuple[SidecarClient, sidecar_pb2.SaveContext]:
+        def open_(save: Save) -> tuple[SidecarClient, Save]:
             self.check_open()
-            call.accept(checkpoint_path(checkpoint_id), overwrite)
-            sidecar = call.member.sidecar()
-            return sidecar, call.context(sidecar)
+            options = Options(Deadline(timeout_s), overwrite=overwrite, counts=False)
+            save.call.accept(checkpoint_path(checkpoint_id), options)
+            return save.call.member.sidecar(), save
 
         return self.run(process_group, no_dist, reported_path(checkpoint_id), open_)
 
     def save(
         self,
-        call: SaveCall,
+        save: Save,
         state_dict: Mapping[str, Any],
         planner: SavePlanner | None,
         *,
-        on_busy: str,
-        metrics: Mapping[str, float],
         extra_files: Mapping[str, bytes],
-        deadline: Deadline,
         devices: DeviceCopies,
         on_deferred: Callable[[DeferredCopies], None],
     ) -> SaveHandle:
-        """Plans and stages a save on the caller's thread; a separate thread sends it.
+        """Plans and stages an accepted save on the caller's thread; the engine sends it.
 
         Args:
             devices: makes the copies from devices.
             on_deferred: called with copies that outlast this call.
         """
-        began = time.monotonic()
-        wait = wait_log.Wait(
+        call, options = save.call, save.options
+        frame = engine().at_end_of_call(save.end_call)  # noqa: F841 - freed with this call
+        with wait_log.logged(
             f"async_save to {call.checkpoint_id}",
             self._sidecar,
             of=("async_save", call.checkpoint_id),
             why=save_pb2.WAIT_REASON_SIDECAR,
-        )
-        try:
-            planned = call.plan_ahead(state_dict, planner)
+        ) as wait:
+            planned = _plan_ahead(call, state_dict, planner)
             sidecar = call.member.sidecar()
             context = call.context(sidecar)
             wait.change(
                 lambda: f"room, which PANNIER_MAX_IN_FLIGHT earlier saves hold: {self.saves}",
                 save_pb2.WAIT_REASON_ROOM,
             )
-            slot = self.slots.admit(on_busy, deadline.remaining())
-        except BaseException:
-            wait.end()
-            raise
-        waited_s = time.monotonic() - began
-        rest: DeferredCopies | None = None
-
-        def begin() -> SaveTask:
-            task = SaveTask(
-                sidecar,
-                context,
-                on_busy=on_busy,
-                metrics=metrics,
-                deadline=deadline,
-                plan_timeout_s=self.settings.plan_timeout,
-                resume_after=lambda number: call.member.world.resume(call.group, number + 1),
-                on_ended=self.saves.end,
-                on_committed=self.log_committed,
-            )
-            task.status.times.waited_s = waited_s
-            self.saves.add(task)
-            call.begin(task)
+            handle = engine().call(lambda: save.open(sidecar, context))
             # Again: a close() that has begun since the call did doesn't wait for it.
             self.check_open()
-            return task
-
-        def drop() -> None:
-            if not call.drop():
-                return  # The task's thread ends the save, and releases the slot.
-            if rest is not None:
-                # The arena must not be reused before these copies have ended.
-                rest.finish(stop=lambda: True)
-            call.forget()
-            slot.free()
-
-        # Runs ``drop`` even if a signal handler raises again during the clean-up below.
-        frame = _Frame()
-        engine().when_freed(frame, drop)
-        try:
-            task = aside(begin)
-            handle = task.handle
             wait.change(lambda: handle.status().waiting_on or _plan(), save_pb2.WAIT_REASON_PLAN)
             spec = planned or stage_plan.save_spec(context, state_dict, planner)
 
             def request_plan(run: PlannerRun) -> plan_pb2.FinalPlan:
-                if deadline.passed:
-                    raise DeadlineError(f"save {task.status.text} was not planned in time")
-                call.mark_planned()
-                wait_s = min(self.settings.plan_timeout, deadline.remaining())
-                return request_final_plan(
+                if options.deadline.passed:
+                    raise DeadlineError(f"save {call.text} was not planned in time")
+                call.is_requested = True
+                return self._request_plan(
                     sidecar,
                     context,
                     run,
-                    wait_s,
-                    deadline.remaining(),
-                    check_tensors=self.settings.check_replicas,
-                    storage_wait_s=timeouts.SKIP_STORAGE_S if on_busy == "skip" else 0.0,
+                    min(options.plan_timeout_s, options.deadline.remaining()),
+                    options.deadline.remaining(),
+                    storage_wait_s=timeouts.SKIP_STORAGE_S if options.on_busy == "skip" else 0.0,
                 )
 
             plan = stage_plan.resolve_plan(self._plans, spec, request_plan)
             # Without the spec and the plan, which have the state: it may be freed once it is staged.
-            scope, part = spec.scope, plan.part
+            scope, part, sizes = spec.scope, plan.part, plan.sizes
+            attempt, plan_id = plan.attempt, plan.plan_id
+            unconfirmed = None if plan.is_confirmed else part
 
-            def drop_part(error: BaseException) -> None:
-                if needs_new_plan(error):
-                    self._plans.drop(scope, part)
+            def drop_part() -> None:
+                self._plans.drop(scope, part)
 
-            unconfirmed = None if plan.is_confirmed else plan.part
-            task.planned(plan.attempt, plan.plan_id, unconfirmed, drop_part)
             wait.change(
                 lambda: f"memory for staging; saves in progress: {self.saves}",
                 save_pb2.WAIT_REASON_ROOM,
             )
-            arena = self.slots.stage(
-                slot,
-                lambda: sidecar.arena(self.slots.pool, plan.sizes),
-                on_busy,
-                deadline.remaining(),
+            arena = engine().call(
+                lambda: save.acquire(attempt, plan_id, sizes, unconfirmed, drop_part)
             )
-            wait.end()
-            staged = plan.stage(arena, devices)
-            rest = staged.deferred
-            task.staged(add_extra_files(staged, context.rank, extra_files))
-            if rest is not None:
-                on_deferred(rest)
-            # No daemon: a normal exit waits until the rank is ingested.
-            sender = threading.Thread(
-                target=task.send, args=(slot,), name=f"pannier-save-{call.number}"
-            )
-            aside(lambda: call.detach(sender.start))
-        except BaseException:
-            aside(drop)
-            raise
-        finally:
-            wait.end()
+        staged = plan.stage(arena, devices)
+        save.deferred = staged.deferred
+        staged = add_extra_files(staged, context.rank, extra_files)
+        if staged.deferred is not None:
+            on_deferred(staged.deferred)
+        save.staged(staged)
         return handle
 
-    def log_committed(self, context: sidecar_pb2.SaveContext, size: int, cost: SaveCost) -> None:
-        """Logs a committed save of ``size`` bytes and remembers what it took."""
-        self.saves.costs.add(tuple(context.ranks), cost)
-        save_line.log_committed(context, size, cost.durable_s, cost.stalled_s)
+    def skipped_handle(self, call: SaveCall, error: SaveSkippedError) -> SaveHandle | None:
+        """A handle that raises ``error``; None: the call's arguments were not accepted."""
+        if not call.is_accepted:
+            return None
+        context = call.context(call.member.sidecar())
+        return skipped(call.text, context.checkpoint_id, error)
 
     def prepare(
         self, call: SaveCall, state_dict: Mapping[str, Any], planner: SavePlanner | None
     ) -> None:
         """Plans and reserves memory for saves to come."""
         timeout_s = self.settings.plan_timeout
-        pool = self.slots.pool
+        pool = self.saves.pool
         with wait_log.logged(
             f"prepare for {call.checkpoint_id}",
             self._sidecar,
             of=("prepare", call.checkpoint_id),
             why=save_pb2.WAIT_REASON_SIDECAR,
         ) as wait:
-            planned = call.plan_ahead(state_dict, planner)
+            planned = _plan_ahead(call, state_dict, planner)
             sidecar = call.member.sidecar()
             wait.change(_plan, save_pb2.WAIT_REASON_PLAN)
             context = call.context(sidecar)
             spec = planned or stage_plan.save_spec(context, state_dict, planner)
-            call.mark_planned()
+            call.is_requested = True
             stage_plan.prepare(
                 self._plans,
                 spec,
-                lambda run: request_final_plan(
-                    sidecar,
-                    context,
-                    run,
-                    timeout_s,
-                    timeout_s,
-                    check_tensors=self.settings.check_replicas,
-                    prepare=True,
+                lambda run: self._request_plan(
+                    sidecar, context, run, timeout_s, timeout_s, prepare=True
                 ),
                 functools.partial(sidecar.arena, pool),
                 pool.release,
-                self.slots.idle,
+                self.saves.idle,
             )
+
+    def _request_plan(
+        self,
+        sidecar: SidecarClient,
+        context: sidecar_pb2.SaveContext,
+        run: PlannerRun,
+        wait_s: float,
+        save_timeout_s: float,
+        *,
+        prepare: bool = False,
+        storage_wait_s: float = 0.0,
+    ) -> plan_pb2.FinalPlan:
+        """The final plan for a local plan, once every rank's has arrived.
+
+        Args:
+            storage_wait_s: storage may delay it for so long after that; 0: without limit.
+        """
+        check_tensors = self.settings.check_replicas
+        has_others = len(context.ranks) > 1
+        request = sidecar_pb2.PlanRequest(
+            context=context,
+            plan=run.message,
+            digest=run.digest,
+            timeout_s=wait_s,
+            save_timeout_s=save_timeout_s,
+            prepare=prepare,
+            value_hashes=run.value_hashes(tensors=check_tensors) if has_others else None,
+            storage_wait_s=storage_wait_s,
+        )
+        answer = engine().call(lambda: sidecar.plan(request, wait_s))
+        if answer.warning and context.rank == context.ranks[0]:
+            _log.warning("%s: %s", context.checkpoint_id, answer.warning)
+        return answer.plan
 
     def _running_job(self) -> Membership | None:
         """The membership of all ranks' world, if it is connected; else a lone save would wait for other ranks."""
@@ -348,10 +339,11 @@ class SaveFactory:
             return
         deadline = None if timeout is None else Deadline(timeout)
         with wait_log.logged("close", lambda: str(self.saves) or "saves of other hosts"):
-            if not self.slots.close(timeout):
+            if not self.saves.wait_until_sent(timeout):
                 raise DeadlineError(
                     f"timed out after {timeout:g} s; not yet ingested: {self.saves}"
                 )
+            self.saves.pool.close()
             if not self.saves.wait_for_users(None if deadline is None else deadline.remaining()):
                 raise DeadlineError(
                     f"timed out after {timeout:g} s: a dcp.save with this client has not ended"
@@ -368,14 +360,17 @@ class SaveFactory:
         finally:
             self._let_go_if_done()
 
-    def log_exit(self) -> None:
-        """The interpreter is about to wait for threads that send: logs it when that takes long."""
-        if self.is_own_process and self.saves:
-            self._exit = wait_log.Wait("the exit", self.saves.unsent)
+    def send_at_exit(self) -> None:
+        """The interpreter is ending: waits until the sidecar has what was staged, and logs it when that takes long."""
+        if not self.is_own_process or not self.saves:
+            return
+        self._exit = wait_log.Wait("the exit", self.saves.unsent)
+        # A second signal ends the wait; then `close_at_exit` names what isn't handed over.
+        with suppress(BaseException):
+            self.saves.wait_until_detached_are_sent()
 
     def close_at_exit(self) -> None:
         """The interpreter is ending: waits as :meth:`close` does, and writes errors to stderr."""
-        # The interpreter has waited for the threads that send, which are not daemon threads.
         if not self.is_own_process:
             return
         try:
@@ -386,7 +381,7 @@ class SaveFactory:
 
     def _close_at_exit(self) -> None:
         self.saves.drop_interrupted()
-        # Unless it was interrupted, the interpreter has waited until all are sent.
+        # Unless that was interrupted, `send_at_exit` has waited until all are sent.
         unsent = self.saves.abandon("not handed over to the sidecar", unsent_only=True)
         if not unsent and self._must_wait():
             self._wait_at_exit()

@@ -6,6 +6,7 @@ other ranks; and, for a handle, a copy that references no frame. Pure functions.
 """
 
 import copy
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -55,3 +56,12 @@ def without_frames(error: Exception) -> Exception:
         kept = copied if type(copied) is type(error) else error
     kept.__traceback__ = kept.__cause__ = kept.__context__ = None
     return kept
+
+
+def clear_frames(error: BaseException) -> None:
+    """The frames of its tracebacks, which have ended, keep no arena alive."""
+    chain: list[BaseException | None] = [error]
+    for each in chain:
+        if each is not None:
+            traceback.clear_frames(each.__traceback__)
+            chain += [one for one in (each.__cause__, each.__context__) if one not in chain]

@@ -5,7 +5,6 @@ Environment: ROOT, REFERENCE (directories), REPORT (directory).
 
 import json
 import os
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pannier import client
+from pannier.client.saves.save import Save
+from pannier.client.staging.stager import Staged
 from pannier.client.transport.connection import SidecarConnection
 
 warnings.filterwarnings("ignore")
@@ -26,6 +27,8 @@ rank = dist.get_rank()
 mesh = init_device_mesh("cpu", (2,))
 report: dict[str, list[str]] = {}
 asked: list[str] = []
+until_staged: list[str] = []
+"""What the training loop may have waited for."""
 
 
 class Model:
@@ -72,20 +75,25 @@ def save(step: int, planner: Any = None, **options: Any) -> None:
     handle = client.async_save(
         state(step, **options), checkpoint_id=f"{os.environ['ROOT']}/{name}", planner=planner
     )
-    report[name] = [*asked]
     handle.result(60)
+    report[name] = [*until_staged]
 
 
 def main() -> None:
     unary = SidecarConnection.call_repeatedly
 
     def counted(self: SidecarConnection, method: str, *args: Any, **kwargs: Any) -> Any:
-        # Those of the main thread are made aside, while it waits.
-        if threading.current_thread().name in ("MainThread", "pannier-work"):
-            asked.append(method)
+        asked.append(method)
         return unary(self, method, *args, **kwargs)
 
+    staged = Save.staged
+
+    def noted(self: Save, state: Staged) -> None:
+        until_staged[:] = asked
+        staged(self, state)
+
     SidecarConnection.call_repeatedly = counted  # type: ignore[method-assign]
+    Save.staged = noted  # type: ignore[method-assign]
     client.prepare(state(0), os.environ["ROOT"])
     save(1)
     save(2)

@@ -16,6 +16,7 @@ import crc32c
 from torch.utils.data import DataLoader, Dataset
 
 from pannier.client.config import Settings
+from pannier.client.engine import engine
 from pannier.client.identity import Identity
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.v1 import save_pb2, sidecar_pb2
@@ -54,7 +55,7 @@ def fork_and_finalise(session: SidecarClient) -> tuple[float, int]:
     child = os.fork()
     if child == 0:
         try:
-            session.plan(sidecar_pb2.PlanRequest(), 1)
+            engine().call(lambda: session.plan(sidecar_pb2.PlanRequest(), 1))
         except InvalidRequestError:
             sys.exit(7)
         sys.exit(1)
@@ -86,7 +87,9 @@ def main(address: str, *methods: str) -> None:
         # Again and again, so that there is a stream whenever a fork comes.
         while not sent or not over.is_set():
             file.name = f"f{len(sent)}"
-            crc = session.send(context, "a", file, progress=lambda _: streaming.set())
+            crc = engine().call(
+                lambda: session.send(context, "a", file, progress=lambda _: streaming.set())
+            )
             sent.append(int(crc == crc32c.crc32c(file.data)))
 
     over = threading.Event()

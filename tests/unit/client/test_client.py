@@ -27,7 +27,9 @@ from pannier.client import default_factory
 from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.dcp.storage_writer import StorageWriter
+from pannier.client.engine import engine
 from pannier.client.identity import Group, World
+from pannier.client.saves.call import SaveCall
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts
 from pannier.v1 import save_pb2, sidecar_pb2
@@ -191,8 +193,7 @@ def test_arenas_are_used_again(client: Client) -> None:
     kept = []
     for step in range(3):
         client.save(state(), checkpoint_id=f"/x/step-{step}")
-        wait_until(lambda: not client.save_factory.slots._saves)
-        kept.append({mapping.address for mapping in client.save_factory.slots.pool._free})
+        kept.append({mapping.address for mapping in client.save_factory.saves.pool._free})
     assert kept[0] == kept[1] == kept[2] != set()
 
 
@@ -498,14 +499,20 @@ def test_a_save_of_torch_ends_when_the_client_is_closed_meanwhile(
 ) -> None:
     monkeypatch.setattr(timeouts, "ABORT_S", 2.0)
     begun = sidecar_pb2.BeginResponse(attempt=sidecar.attempt)
-    monkeypatch.setattr(SidecarClient, "begin", lambda *_: begun)
+
+    async def begin(*_: Any) -> sidecar_pb2.BeginResponse:
+        return begun
 
     def fails(*_: Any) -> None:
         raise PannierError("disk full")
 
-    # No ABORT comes: after ABORT_S a timer of the client would end the save.
+    async def refuse(*_: Any) -> None:
+        fails()
+
+    monkeypatch.setattr(SidecarClient, "begin", begin)
+    # No ABORT comes: the save ends after ABORT_S, by itself.
     sidecar.on["HandOver"] = fails
-    monkeypatch.setattr(SidecarClient, "fail", fails)
+    monkeypatch.setattr(SidecarClient, "fail", refuse)
     raised: list[BaseException] = []
 
     def save() -> None:
@@ -521,7 +528,7 @@ def test_a_save_of_torch_ends_when_the_client_is_closed_meanwhile(
     client.close(BOUND_S)
     saving.join(BOUND_S)
     assert not saving.is_alive()
-    assert "the client was closed" in str(raised[0])
+    assert "is in doubt: disk full" in str(raised[0])
 
 
 def test_close_waits_for_torch_to_finish_what_is_ingested(
@@ -531,12 +538,15 @@ def test_close_waits_for_torch_to_finish_what_is_ingested(
     finishing, may_finish = threading.Event(), threading.Event()
     closed: list[bool] = []
 
-    def finish(session: SidecarClient, *_: Any) -> None:
+    async def begin(*_: Any) -> sidecar_pb2.BeginResponse:
+        return begun
+
+    async def finish(session: SidecarClient, *_: Any) -> None:
         finishing.set()
-        may_finish.wait(BOUND_S)
+        await engine().in_thread(lambda: may_finish.wait(BOUND_S))
         closed.append(session.is_closed)
 
-    monkeypatch.setattr(SidecarClient, "begin", lambda *_: begun)
+    monkeypatch.setattr(SidecarClient, "begin", begin)
     monkeypatch.setattr(SidecarClient, "finish", finish)
     writer = StorageWriter("/x/y", client=client)
     saving = threading.Thread(
@@ -886,15 +896,15 @@ def test_close_waits_until_ingested_and_handles_still_resolve(
 def test_a_save_that_a_close_overtakes_is_refused(
     client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its deadline would run on a timer that a closed client no longer has."""
+    """It would use a connection that a closed client no longer has."""
     client.save(state(), checkpoint_id="/x/step-1")
-    admit = client.save_factory.slots.admit
+    context = SaveCall.context
 
-    def overtaken(*arguments: Any) -> Any:
+    def overtaken(call: SaveCall, *arguments: Any) -> Any:
         client.close(BOUND_S)
-        return admit(*arguments)
+        return context(call, *arguments)
 
-    monkeypatch.setattr(client.save_factory.slots, "admit", overtaken)
+    monkeypatch.setattr(SaveCall, "context", overtaken)
     with pytest.raises(InvalidRequestError, match="the client is closed"):
         client.async_save(state(), checkpoint_id="/x/step-2")
     assert not client.save_factory.saves

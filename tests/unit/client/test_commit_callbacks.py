@@ -24,8 +24,8 @@ from pannier.client.handle import (
     Resolver,
     SaveHandle,
     UnretrievedErrors,
-    skipped,
 )
+from pannier.client.saves.outcome import skipped
 from pannier.v1 import save_pb2, sidecar_pb2
 from pannier.wire.errors import InvalidRequestError, SaveSkippedError
 from support.actors.scripted_sidecar import ScriptedSidecar

@@ -140,10 +140,12 @@ def test_a_task_that_fails_is_logged_and_ends_alone(caplog: pytest.LogCaptureFix
 def test_what_an_interrupted_call_held_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "FREED_CHECK_S", 0.02)
     released = threading.Event()
-    owner = Thing()
-    engine().when_freed(owner, released.set)
-    assert not released.wait(0.1)
-    del owner
+
+    def call() -> None:
+        frame = engine().at_end_of_call(released.set)  # noqa: F841 - freed with this call
+        assert not released.wait(0.1)
+
+    call()
     assert released.wait(BOUND_S)
 
 

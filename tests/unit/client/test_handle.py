@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import gc
 import sys
 import threading
@@ -51,17 +50,10 @@ def test_its_repr_has_id_state_and_percent() -> None:
     handle, resolver = make()
     assert repr(handle) == "<SaveHandle job/i/g/1 to /x/y: PLANNING, 0%>"
     for uploaded, percent in ((450, 45), (1000, 99)):
-        resolver.update(
-            lambda status, uploaded=uploaded: dataclasses.replace(
-                status,
-                state="UPLOADING",
-                bytes=1000,
-                bytes_uploaded=uploaded,
-            )
-        )
+        resolver.show(state="UPLOADING", bytes=1000, bytes_uploaded=uploaded)
         assert repr(handle) == f"<SaveHandle job/i/g/1 to /x/y: UPLOADING, {percent}%>"
         assert str(handle.status()) == f"save job/i/g/1 to /x/y: UPLOADING {percent}%"
-    resolver.update(lambda status: dataclasses.replace(status, state="COMMITTED"))
+    resolver.show(state="COMMITTED")
     assert repr(handle) == "<SaveHandle job/i/g/1 to /x/y: COMMITTED, 100%>"
 
 
@@ -70,7 +62,7 @@ def test_it_cannot_be_cancelled() -> None:
     assert not handle.cancel()
     assert not handle.upload_completion.cancel()
     assert not handle.staging_completion.cancel()
-    assert resolver.resolve(RESULT)
+    resolver.resolve(RESULT)
     assert handle.result(0) is RESULT
 
 
@@ -122,7 +114,7 @@ def test_a_save_that_fails_once_it_is_ingested_is_still_asked_for() -> None:
     resolver.ingested()
     assert handle.ingest_completion.result(0) is None
     resolver.fail(SaveAbortedError("aborted: rank 3"))
-    unretrieved.add(resolver.outcome)
+    unretrieved.add(resolver.handle.outcome)
     assert handle.ingest_completion.exception(0) is None
     with pytest.raises(SaveAbortedError, match="rank 3"):
         unretrieved.raise_all()
@@ -132,7 +124,7 @@ def test_a_save_that_fails_before_it_is_ingested_has_been_asked_for() -> None:
     handle, resolver = make()
     unretrieved = UnretrievedErrors()
     resolver.fail(SaveAbortedError("aborted: rank 3"))
-    unretrieved.add(resolver.outcome)
+    unretrieved.add(resolver.handle.outcome)
     with pytest.raises(SaveAbortedError, match="rank 3"):
         handle.ingest_completion.result(0)
     unretrieved.raise_all()
@@ -166,7 +158,7 @@ def test_what_is_no_error_of_ours_is_raised_as_it_is() -> None:
     handle = SaveHandle("j/i/g/2", "/x/z")
     resolver = Resolver(handle)
     resolver.fail(torch.OutOfMemoryError("no room"))
-    unretrieved.add(resolver.outcome)
+    unretrieved.add(resolver.handle.outcome)
     # An earlier save's is not the call's own.
     with pytest.raises(SaveAbortedError, match="OutOfMemoryError: no room"):
         unretrieved.raise_all()
@@ -196,17 +188,17 @@ def test_asking_in_any_way_is_asking(how: str) -> None:
     handle, resolver = make()
     with pytest.raises(concurrent.futures.TimeoutError):
         handle.result(0.01)
-    assert not resolver.outcome.retrieved
+    assert not resolver.handle.outcome.retrieved
     resolver.fail(SaveAbortedError("no"))
     assert handle.wait(0)
     assert str(handle.status())
-    assert not resolver.outcome.retrieved
+    assert not resolver.handle.outcome.retrieved
     if how == "exception":
         handle.exception()
     else:
         with pytest.raises(SaveAbortedError):
             (handle if how == "result" else handle.upload_completion).result()
-    assert resolver.outcome.retrieved
+    assert resolver.handle.outcome.retrieved
 
 
 def test_a_callback_that_exits_leaves_nothing_undone() -> None:
@@ -218,14 +210,6 @@ def test_a_callback_that_exits_leaves_nothing_undone() -> None:
     resolver.resolve(SaveResult("/x/y", "a1", 3, 3, {}))
     assert handle.result(0).checkpoint_id == "/x/y"
     assert called == [handle.ingest_completion, handle.upload_completion, handle]
-
-
-def test_only_the_first_end_counts() -> None:
-    handle, resolver = make()
-    assert resolver.resolve(RESULT)
-    assert not resolver.fail(SaveAbortedError("late"))
-    assert handle.result(0) is RESULT
-    assert resolver.outcome.error is None
 
 
 def test_wait_says_whether_it_ended() -> None:

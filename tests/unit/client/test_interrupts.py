@@ -18,9 +18,10 @@ from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.interrupts import Call, Condition, Event, SafeFuture, aside
 from pannier.client.messages.wait_log import Wait
+from pannier.client.saves.save import Save
 from pannier.client.staging.host_copy import HostCopies
-from pannier.client.staging.in_flight import InFlightSaves
 from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import UnavailableError
 from support.actors.scripted_sidecar import ScriptedSidecar
@@ -146,12 +147,6 @@ def test_a_call_aside_is_served_where_only_one_thread_can_be_started(
     monkeypatch.undo()
 
 
-def test_a_slot_that_was_lost_between_two_bytecodes_is_counted_no_more() -> None:
-    slots = InFlightSaves(1)
-    slots.admit("raise", 0)
-    assert slots.admit("wait", 0) is not None
-
-
 def test_copies_end_with_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pannier.client.staging.host_copy.threads", lambda: 3)
     source, target = torch.ones(4 << 20), torch.zeros(4 << 20)
@@ -219,7 +214,7 @@ def test_an_interruption_after_the_save_is_staged_is_its_only_error(
         nonlocal ended
         end(wait)
         ended += 1
-        if ended == 2:  # the first one is before it stages
+        if ended == 1:
             raise InterruptedByTestError
 
     client = Client(Settings(sidecar=sidecar.address, transport="streamed"))
@@ -242,15 +237,17 @@ def test_a_second_interruption_that_ends_the_clean_up_leaves_no_save_behind(
     def interrupted_call(*_: Any) -> Any:
         raise InterruptedByTestError
 
-    def interrupted_clean_up(function: Callable[[], Any]) -> Any:
-        if function.__name__ == "drop":
+    end_call = Save.end_call
+
+    def interrupted_clean_up(save: Save, error: BaseException | None = None) -> None:
+        if threading.current_thread() is threading.main_thread():
             raise InterruptedByTestError
-        return aside(function)
+        end_call(save, error)
 
     client = Client(Settings(sidecar=sidecar.address, transport="streamed"))
     with monkeypatch.context() as patch:
         patch.setattr("pannier.client.save_factory.stage_plan.resolve_plan", interrupted_call)
-        patch.setattr("pannier.client.save_factory.aside", interrupted_clean_up)
+        patch.setattr(Save, "end_call", interrupted_clean_up)
         ended = False
         try:
             client.async_save(state, checkpoint_id="/x/y")
@@ -262,29 +259,28 @@ def test_a_second_interruption_that_ends_the_clean_up_leaves_no_save_behind(
     client.close(BOUND_S)
 
 
-def test_a_save_whose_thread_cannot_be_started_ends(
+def test_a_save_for_which_no_thread_can_be_started_ends(
     sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = threading.Thread.start
+    def refuses(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
 
-    def refuses(thread: threading.Thread) -> None:
-        if thread.name.startswith("pannier-save-"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    def fails(*_: Any) -> None:
+    async def fails(*_: Any) -> None:
         raise UnavailableError("no sidecar")
 
     client = Client(Settings(sidecar=sidecar.address, transport="streamed", max_in_flight=1))
+    client.save({"w": torch.ones(3)}, checkpoint_id="/x/w")
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuses)
+        patch.setattr(timeouts, "CALL_S", 0.2)
+        patch.setattr(interrupts, "_idle", queue.SimpleQueue())
+        patch.setattr(interrupts._thread, "start_new_thread", refuses)
         # No ABORT comes: nothing else ends the save.
         patch.setattr(SidecarClient, "fail", fails)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             client.async_save({"w": torch.ones(3)}, checkpoint_id="/x/y", timeout=100 * BOUND_S)
-    assert not client.save_factory.saves
-    assert client.save_factory.slots.idle == 1
     client.wait_all(BOUND_S)
+    assert not client.save_factory.saves
+    assert client.save_factory.saves.idle == 1
     client.save({"w": torch.ones(3)}, checkpoint_id="/x/z")
     client.close(BOUND_S)
 

@@ -1,9 +1,10 @@
 """The session and its streams, against a scripted sidecar on a real socket."""
 
+import asyncio
 import ctypes
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,9 @@ import crc32c
 import pytest
 
 from pannier.client.config import Settings
+from pannier.client.engine import Stop, engine
 from pannier.client.identity import Identity
-from pannier.client.transport.file_stream import (
-    Cancellation,
-    FileSource,
-    StoppedError,
-)
+from pannier.client.transport.file_stream import FileSource, StoppedError
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
@@ -67,6 +65,26 @@ def session(sidecar: ScriptedSidecar) -> Iterator[SidecarClient]:
     connected.close()
 
 
+class Followed:
+    """A save whose statuses are noted."""
+
+    context = CONTEXT
+
+    def __init__(self, updates: list[save_pb2.SaveStatus]) -> None:
+        self.on_status = updates.append
+
+    def on_unresponsive(self, problem: str) -> None:
+        pass
+
+    def pending(self) -> sidecar_pb2.PendingSave:
+        return sidecar_pb2.PendingSave(context=CONTEXT)
+
+
+def call(work: Coroutine[Any, Any, Any]) -> Any:
+    """On the engine's loop, as a save would."""
+    return engine().call(lambda: work)
+
+
 def data(size: int) -> bytes:
     return random.Random(size).randbytes(size)
 
@@ -79,7 +97,7 @@ def test_a_file_arrives_whole_with_its_checksum(
 ) -> None:
     content = data(size)
     file = InMemory("f", content)
-    assert session.send(CONTEXT, "a", file) == crc32c.crc32c(content)
+    assert call(session.send(CONTEXT, "a", file)) == crc32c.crc32c(content)
     assert bytes(sidecar.files["__a_f"].data) == content
 
 
@@ -100,7 +118,7 @@ def test_a_broken_stream_goes_on_where_it_was(
 ) -> None:
     content = data(8 * CHUNK_BYTES + 3)
     sidecar.cut_at = [2 * CHUNK_BYTES, 5 * CHUNK_BYTES]
-    assert session.send(CONTEXT, "a", InMemory("f", content)) == crc32c.crc32c(content)
+    assert call(session.send(CONTEXT, "a", InMemory("f", content))) == crc32c.crc32c(content)
     spool = sidecar.files["__a_f"]
     assert bytes(spool.data) == content
     assert spool.offsets == [0, 2 * CHUNK_BYTES, 5 * CHUNK_BYTES]
@@ -113,7 +131,7 @@ def test_a_sidecar_that_restarts_gets_the_rest(
     sidecar.stall_at = [3 * CHUNK_BYTES]
     sent: list[int] = []
     sender = threading.Thread(
-        target=lambda: sent.append(session.send(CONTEXT, "a", InMemory("f", content)))
+        target=lambda: sent.append(call(session.send(CONTEXT, "a", InMemory("f", content))))
     )
     sender.start()
     sidecar.wait_for(lambda: "__a_f" in sidecar.files)
@@ -133,34 +151,32 @@ def test_an_unresponsive_stream_is_begun_again(
     monkeypatch.setattr(session._sender, "_stall_s", 0.3)
     content = data(4 * CHUNK_BYTES)
     sidecar.stall_at = [CHUNK_BYTES]
-    assert session.send(CONTEXT, "a", InMemory("f", content)) == crc32c.crc32c(content)
+    assert call(session.send(CONTEXT, "a", InMemory("f", content))) == crc32c.crc32c(content)
     assert bytes(sidecar.files["__a_f"].data) == content
     assert sidecar.files["__a_f"].streams >= 2
 
 
 def test_progress_is_what_the_sidecar_holds(session: SidecarClient) -> None:
     reported: list[int] = []
-    session.send(CONTEXT, "a", InMemory("f", data(3 * CHUNK_BYTES)), progress=reported.append)
+    call(session.send(CONTEXT, "a", InMemory("f", data(3 * CHUNK_BYTES)), progress=reported.append))
     assert reported == [0, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES]
 
 
-def test_stop_ends_a_stream_at_once(session: SidecarClient, sidecar: ScriptedSidecar) -> None:
+def test_a_cancelled_stream_has_ended(session: SidecarClient, sidecar: ScriptedSidecar) -> None:
     sidecar.stall_at = [0]
-    stop = Cancellation()
-    ended: list[Exception] = []
+    ended: list[int] = []
 
-    def send() -> None:
+    async def send() -> None:
         try:
-            session.send(CONTEXT, "a", InMemory("f", data(64 * CHUNK_BYTES)), stop=stop)
-        except StoppedError as error:
-            ended.append(error)
+            await session.send(CONTEXT, "a", InMemory("f", data(64 * CHUNK_BYTES)))
+        except asyncio.CancelledError:
+            ended.append(threading.active_count())
+            raise
 
-    sender = threading.Thread(target=send)
-    sender.start()
+    sending = engine().start(send)
     sidecar.wait_for(lambda: "__a_f" in sidecar.files)
-    stop.set()
-    sender.join(BOUND_S)
-    assert len(ended) == 1
+    sending.cancel()
+    wait_until(lambda: len(ended) == 1)
 
 
 @pytest.mark.parametrize("end", ["stopped", "stalled", "closed", "cut"])
@@ -179,7 +195,7 @@ def test_memory_is_read_by_no_other_thread_and_not_after_a_stream_that_ended_ear
         return encode(message)
 
     monkeypatch.setattr(chunk_codec, "encode", noted)
-    stop = Cancellation()
+    stop = Stop()
     header = sidecar_pb2.FileHeader(context=CONTEXT, name="__a_f", size=64 * CHUNK_BYTES)
     source = FileSource(InMemory("f", bytes(64 * CHUNK_BYTES)))
 
@@ -210,7 +226,7 @@ def test_a_refused_file_is_an_error_at_once(
 
     sidecar.on["Write"] = refuse
     with pytest.raises(SaveAbortedError, match="it is over") as raised:
-        session.send(CONTEXT, "a", InMemory("f", data(10)))
+        call(session.send(CONTEXT, "a", InMemory("f", data(10))))
     assert raised.value.failures[1].message == "died"
     assert len(sidecar.asked(sidecar_pb2.FileHeader)) == 1
 
@@ -261,9 +277,9 @@ def test_a_sidecar_that_comes_back_as_another_version_gets_no_bytes(
     sidecar.start()
     sidecar.wait_for(lambda: len(sidecar.connects) > connects + 1)
     with pytest.raises(VersionMismatchError, match="speaks wire version 99"):
-        session.send(CONTEXT, "a", InMemory("f", b"x"))
+        call(session.send(CONTEXT, "a", InMemory("f", b"x")))
     with pytest.raises(VersionMismatchError, match="speaks wire version 99"):
-        session.hand_over(sidecar_pb2.HandOverRequest(context=CONTEXT))
+        call(session.hand_over(sidecar_pb2.HandOverRequest(context=CONTEXT)))
 
 
 def test_updates_reach_their_save_only_and_also_after_a_restart(
@@ -271,7 +287,7 @@ def test_updates_reach_their_save_only_and_also_after_a_restart(
 ) -> None:
     other = save_pb2.SaveId(job="job", incarnation="abc", group="g1", number=2)
     updates: list[save_pb2.SaveStatus] = []
-    session.followed.follow(CONTEXT, updates.append)
+    session.follow(Followed(updates))
     sidecar.send_status(other, save_pb2.SAVE_STATE_COMMITTED)
     sidecar.send_status(SAVE, save_pb2.SAVE_STATE_UPLOADING)
     wait_until(lambda: len(updates) == 1)
@@ -299,7 +315,7 @@ def test_daemons_that_cannot_be_started_at_once_are_started_later(sidecar: Scrip
     settings = Settings(sidecar=sidecar.address)
     connected = SidecarClient.connect(settings, WHO, restart_daemons=restart)
     updates: list[save_pb2.SaveStatus] = []
-    connected.followed.follow(CONTEXT, updates.append)
+    connected.follow(Followed(updates))
     sidecar.stop()
     wait_until(lambda: len(tries) >= 2)
     sidecar.send_status(SAVE, save_pb2.SAVE_STATE_COMMITTED)
@@ -313,7 +329,7 @@ def test_a_call_is_made_again_when_the_sidecar_restarts(
     sidecar.stop()
     answers: list[sidecar_pb2.PlanResponse] = []
     request = sidecar_pb2.PlanRequest(context=CONTEXT, plan=plan_pb2.LocalPlan(), digest="d")
-    asking = threading.Thread(target=lambda: answers.append(session.plan(request, BOUND_S)))
+    asking = threading.Thread(target=lambda: answers.append(call(session.plan(request, BOUND_S))))
     asking.start()
     sidecar.start()
     asking.join(BOUND_S)
@@ -326,7 +342,7 @@ def test_a_plan_gives_up_on_a_sidecar_that_stays_away(
     monkeypatch.setattr(session, "_patience_s", 0.5)
     sidecar.stop()
     with pytest.raises(UnavailableError, match=r"s\.sock"):
-        session.plan(sidecar_pb2.PlanRequest(context=CONTEXT), 60)
+        call(session.plan(sidecar_pb2.PlanRequest(context=CONTEXT), 60))
 
 
 def test_errors_of_the_other_side_keep_their_type(
@@ -338,7 +354,7 @@ def test_errors_of_the_other_side_keep_their_type(
     sidecar.on["HandOver"] = refuse
     request = sidecar_pb2.HandOverRequest(context=CONTEXT, files=[records_pb2.DataFile()])
     with pytest.raises(DeadlineError, match=r"ranks \[1\]") as raised:
-        session.hand_over(request)
+        call(session.hand_over(request))
     assert list(raised.value.failures) == [1]
 
 
@@ -356,7 +372,7 @@ def test_a_hand_over_that_is_not_answered_is_made_again(
         again.set()
 
     sidecar.on["HandOver"] = answer_late_once
-    session.hand_over(sidecar_pb2.HandOverRequest(context=CONTEXT))
+    call(session.hand_over(sidecar_pb2.HandOverRequest(context=CONTEXT)))
     assert len(asked) >= 2
 
 
@@ -368,7 +384,7 @@ def test_close_returns_at_once_and_ends_running_calls(
 
     def send() -> None:
         try:
-            session.send(CONTEXT, "a", InMemory("f", data(1000)))
+            call(session.send(CONTEXT, "a", InMemory("f", data(1000))))
         except UnavailableError as error:
             errors.append(error)
 

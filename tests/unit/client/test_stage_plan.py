@@ -411,8 +411,8 @@ def test_an_answer_whose_names_are_not_its_attempts_is_refused(
 ) -> None:
     plan = SidecarClient.plan
 
-    def odd(*args: Any) -> sidecar_pb2.PlanResponse:
-        answer = plan(*args)
+    async def odd(*args: Any) -> sidecar_pb2.PlanResponse:
+        answer = await plan(*args)
         answer.plan.attempt = "i1-a1-g00000000-s9"
         return answer
 
@@ -558,9 +558,8 @@ def test_a_plan_that_is_confirmed_late_ingests_the_rank_all_the_same(
         sidecar.commit = sidecar.confirm = False
         handle = client.async_save(state(), checkpoint_id="/x/2")
         sidecar.wait_for(lambda: len(claims(sidecar)) == 1)
-        senders = [each for each in threading.enumerate() if each.name == "pannier-save-2"]
-        for each in senders:
-            each.join(BOUND_S)
+        # Its wait for the plan has timed out.
+        assert client.save_factory.saves.wait_until_sent(BOUND_S)
         assert not handle.ingest_completion.done()
         claimed = claims(sidecar)[0]
         ingested = save_pb2.RankStatus(rank=0, phase=save_pb2.RANK_PHASE_INGESTED)

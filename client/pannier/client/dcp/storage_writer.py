@@ -248,8 +248,13 @@ class StorageWriter(storage.StorageWriter):
         factory = default_factory() if own is None else own.save_factory
         previous, self._save = self._save, None
         # First of all, so that the ranks' numbers stay in step if anything below raises.
-        sidecar, context = factory.open_save(
-            self._checkpoint_id, self._process_group, self._no_dist, self._overwrite
+        timeout = factory.settings.save_timeout if self._timeout is None else self._timeout
+        sidecar, save = factory.open_save(
+            self._checkpoint_id,
+            self._process_group,
+            self._no_dist,
+            timeout_s=timeout,
+            overwrite=self._overwrite,
         )
         if previous is not None and previous.is_writing:
             self._save = previous
@@ -259,8 +264,7 @@ class StorageWriter(storage.StorageWriter):
             )
         if previous is not None:
             previous.abandon()
-        timeout = factory.settings.save_timeout if self._timeout is None else self._timeout
-        self._save = WriterSave(sidecar, context, timeout, factory.slots, factory.saves)
+        self._save = WriterSave(sidecar, save, factory.saves)
         self._save_id = ""
         return self._save
 

@@ -18,28 +18,24 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from pannier.client import torch_compat
-from pannier.client.interrupts import aside
+from pannier.client.engine import engine
 from pannier.client.messages import save_line
 from pannier.client.planning.local_plan import bare, resolves_as_planned
+from pannier.client.saves.save import Save
+from pannier.client.saves.saves import Saves
 from pannier.client.staging import stager
-from pannier.client.staging.in_flight import InFlightSaves
 from pannier.client.staging.layout import own_layout
 from pannier.client.staging.stager import Staged
 from pannier.client.staging.values import PlannerValues
 from pannier.client.transport.save_errors import fail_request, in_doubt
-from pannier.client.transport.save_task import SaveTask
-from pannier.client.transport.saves_in_progress import SavesInProgress
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.client.user_errors import name_save
-from pannier.common import timeouts
-from pannier.common.deadline import Deadline
 from pannier.v1 import sidecar_pb2
 from pannier.wire import object_names, plan_codec
 from pannier.wire.errors import (
     InvalidRequestError,
     PannierError,
     SaveAbortedError,
-    UnavailableError,
 )
 from pannier.wire.failures import rank_list, ranks_text
 
@@ -81,25 +77,15 @@ class WriterSave:
 
     Args:
         sidecar: gets the save.
-        context: of the save.
-        timeout_s: seconds until it must be committed.
-        slots: staging memory.
+        save: accepted, with the group's next number.
         saves: of the client, which isn't closed while DCP is about to finish this one.
     """
 
-    def __init__(
-        self,
-        sidecar: SidecarClient,
-        context: sidecar_pb2.SaveContext,
-        timeout_s: float,
-        slots: InFlightSaves,
-        saves: SavesInProgress,
-    ) -> None:
-        self.context = context
+    def __init__(self, sidecar: SidecarClient, save: Save, saves: Saves) -> None:
+        self.context = save.call.context(sidecar)
         self._sidecar = sidecar
+        self._save = save
         self._began = time.monotonic()
-        self._deadline = Deadline(timeout_s)
-        self._slots = slots
         self._saves = saves
         self._attempt = ""
         self._state = _State.NUMBERED
@@ -163,10 +149,10 @@ class WriterSave:
             )
         _check_tickets(self.ticket, [plan.storage_data for plan in plans])
         request = sidecar_pb2.BeginRequest(
-            context=self.context, save_timeout_s=self._deadline.remaining()
+            context=self.context, save_timeout_s=self._save.options.deadline.remaining()
         )
         try:
-            self._attempt = self._sidecar.begin(request).attempt
+            self._attempt = engine().call(lambda: self._sidecar.begin(request)).attempt
         except PannierError as error:
             self.fail(error)
             raise
@@ -225,7 +211,7 @@ class WriterSave:
             metadata.storage_meta = StorageMeta(
                 checkpoint_id=self.context.checkpoint_id, save_id=self._attempt
             )
-            seconds = self._deadline.remaining()
+            seconds = self._save.options.deadline.remaining()
             request = sidecar_pb2.FinishRequest(
                 context=self.context,
                 attempt=self._attempt,
@@ -233,7 +219,7 @@ class WriterSave:
                 timeout_s=seconds,
             )
             try:
-                self._sidecar.finish(request, seconds)
+                engine().call(lambda: self._sidecar.finish(request, seconds))
             except (SaveAbortedError, InvalidRequestError):
                 raise
             except PannierError as error:
@@ -254,7 +240,7 @@ class WriterSave:
         self._state = _State.ENDED
         try:
             if not isinstance(error, SaveAbortedError):
-                self._sidecar.fail(fail_request(self.context, error))
+                engine().call(lambda: self._sidecar.fail(fail_request(self.context, error)))
         except PannierError as problem:
             if len(self.context.ranks) > 1:
                 _log.warning("%r could not be reported to the other ranks: %s", error, problem)
@@ -268,60 +254,39 @@ class WriterSave:
         metrics: Mapping[str, float],
         extra_files: Mapping[str, bytes],
     ) -> Staged:
-        task = aside(
-            lambda: SaveTask(
-                self._sidecar,
-                self.context,
-                on_busy="wait",
-                metrics=metrics,
-                deadline=self._deadline,
-            )
+        save = self._save
+        frame = engine().at_end_of_call(save.end_call)  # noqa: F841 - freed with this call
+        save.call.accept(
+            self.context.checkpoint_id, dataclasses.replace(save.options, metrics=metrics)
         )
-        pool = self._slots.pool
         try:
-            slot = self._slots.admit("wait", self._deadline.remaining())
-            try:
-                task.planned(self._attempt, "")
-                is_planned = resolves_as_planned(planner)
-                layout = own_layout(plan.items, self.context.rank, is_planned=is_planned)
-                arena = self._slots.stage(
-                    slot,
-                    lambda: self._sidecar.arena(pool, layout.sizes),
-                    "wait",
-                    self._deadline.remaining(),
-                )
-                staged = stager.stage(layout, PlannerValues(plan.items, planner), arena)
-                staged = stager.add_extra_files(staged, self.context.rank, extra_files)
-                task.staged(staged)
-            except BaseException:
-                aside(slot.free)
-                raise
+            handle = engine().call(lambda: save.open(self._sidecar, self.context))
+            is_planned = resolves_as_planned(planner)
+            layout = own_layout(plan.items, self.context.rank, is_planned=is_planned)
+            arena = engine().call(lambda: save.acquire(self._attempt, "", layout.sizes))
+            staged = stager.stage(layout, PlannerValues(plan.items, planner), arena)
+            staged = stager.add_extra_files(staged, self.context.rank, extra_files)
+            save.staged(staged)
         except BaseException:
-            aside(task.status.forget)
+            save.end_call()
             raise
         if self._state is _State.OPEN:
             # DCP calls `finish` on this rank, unless the save fails elsewhere.
             self._saves.hold(self, self._sidecar)
-            outcome = task.status.resolver.outcome
 
             def ended(_: object) -> None:
-                if outcome.error is not None:
+                if handle.outcome.error is not None:
                     self._saves.let_go(self)
 
-            task.handle.add_done_callback(ended)
-        aside(lambda: task.send(slot))
-        if task.status.stop.is_set:
+            handle.add_done_callback(ended)
+        if not engine().call(save.sent):
             self._saves.let_go(self)
-            # The handle fails when the ABORT arrives, with the causes of all ranks, or else when a timer
-            # fires; a closed client has no timers.
-            if not task.handle.wait(timeouts.ABORT_S + timeouts.CAUSES_S):
-                aside(task.status.forget)
-                raise UnavailableError("the client was closed while its save failed")
-            error = task.handle.exception()
+            # With the causes of all ranks.
+            error = handle.exception()
             assert error is not None
             raise error
         # Traced now: the process may end before the commit, for which only the coordinator rank waits.
-        task.status.trace()
+        save.trace()
         return staged
 
     @contextlib.contextmanager

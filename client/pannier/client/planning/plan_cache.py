@@ -4,7 +4,7 @@ In: a save's state dict and planner. Out: this rank's part of the plan of the gr
 root, without an RPC, if the state has the same structure. A ``DefaultSavePlanner`` is not even run when
 the state has the fingerprint of one that it planned; the plans of other planners are compared by digest. The
 coordinator confirms the reuse once the save's bytes are under way
-(:mod:`pannier.client.transport.plan_claim`).
+(:mod:`pannier.client.saves.save`).
 
 Only the last part can be reused: the parts of all ranks in one save are one plan, and those of different saves
 may be none. So a rank that asks for a new plan and gets no answer has no part any more. Thread-safe.

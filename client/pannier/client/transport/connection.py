@@ -11,23 +11,23 @@ import logging
 import math
 import os
 import threading
-import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from pannier.client.engine import Timer, engine
+from pannier.client import exit_hooks
+from pannier.client.engine import engine
 from pannier.client.identity import Identity
 from pannier.client.messages import wait_log
 from pannier.client.transport.channel import SidecarChannel
-from pannier.client.transport.followed_saves import FollowedSaves
 from pannier.client.transport.heartbeat import Heartbeat
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline, set_within
 from pannier.common.retry import RetryPolicy
-from pannier.v1 import sidecar_pb2, sidecar_pb2_grpc
-from pannier.wire import errors
+from pannier.v1 import save_pb2, sidecar_pb2, sidecar_pb2_grpc
+from pannier.wire import errors, object_names
 from pannier.wire.errors import (
     PannierError,
     UnavailableError,
@@ -39,6 +39,23 @@ from pannier.wire.version import WIRE_VERSION, package_version
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class FollowedSave(Protocol):
+    """A save whose status the connection follows; see :class:`pannier.client.saves.save.Save`."""
+
+    @property
+    def context(self) -> sidecar_pb2.SaveContext:
+        """Of the save."""
+
+    def on_status(self, update: save_pb2.SaveStatus) -> None:
+        """The sidecar's view of the save."""
+
+    def on_unresponsive(self, problem: str) -> None:
+        """The sidecar doesn't respond; empty: it does again."""
+
+    def pending(self) -> sidecar_pb2.PendingSave:
+        """The message by which a restarted sidecar learns of it."""
 
 
 class SidecarConnection:
@@ -63,7 +80,8 @@ class SidecarConnection:
     ) -> None:
         self.peer = f"sidecar at {channel.address}"
         self.identity = who
-        self.followed = FollowedSaves()
+        self.followed: dict[str, FollowedSave] = {}
+        """By id, the saves whose status is followed; of the loop."""
         self.is_closed = False
         self._engine = engine()
         self._channel = channel
@@ -79,12 +97,11 @@ class SidecarConnection:
         """The sidecar accepted the connection, or refused it with a reason."""
         self._closed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._timers: weakref.WeakSet[Timer] = weakref.WeakSet()
         self._heartbeat = Heartbeat(
             self.peer,
             self._ping,
             connected=self._connected.is_set,
-            notify=self.followed.report_unresponsive,
+            notify=self._report_unresponsive,
         )
 
     @property
@@ -110,11 +127,20 @@ class SidecarConnection:
         if isinstance(self._problem, VersionMismatchError):
             raise self._problem
 
-    def call(self, method: str, request: Any, timeout: float) -> Any:
-        """One unary call. Raises PannierError: the sidecar's, or UnavailableError."""
-        return self._engine.call(lambda: self._call(method, request, timeout))
+    def close(self, *, announce: bool = False) -> None:
+        """Ends the connection; running calls fail. Returns at once.
 
-    def call_repeatedly(
+        Args:
+            announce: this process continues, so that the sidecar must not treat it as dead.
+        """
+        self.is_closed = True
+        if not announce:
+            self._channel.close()
+        self._engine.start(lambda: self._close(announce))
+
+    # On the loop.
+
+    async def call_repeatedly(
         self,
         method: str,
         request: Any,
@@ -134,38 +160,15 @@ class SidecarConnection:
 
         async def once() -> Any:
             seconds = time_left()
-            return await self._call(method, request, seconds, repeatable=repeatable)
+            return await self.call(method, request, seconds, repeatable=repeatable)
 
-        policy = self._policy(deadline, patience_s)
-        return self._engine.call(lambda: policy.run(once, sleep=self._await_connection))
+        return await self.repeat(once, deadline, patience_s)
 
-    def repeat(self, function: Callable[[], T], deadline: Deadline) -> T:
-        """``function()``, which blocks, repeated as above."""
-        return self._policy(deadline, math.inf).call(
-            function,
-            sleep=lambda seconds: self._engine.call(lambda: self._await_connection(seconds)),
-        )
-
-    def timer(self, delay_s: float, callback: Callable[[], None]) -> Timer:
-        """Calls ``callback`` in a worker thread, unless it is cancelled or the connection closed in time."""
-        # Referenced by the timer alone: cancelled, it references nothing of the save.
-        work = self._engine
-        timer = self._engine.after(delay_s, lambda: work.start(lambda: work.in_thread(callback)))
-        self._engine.post(self._keep, timer)
-        return timer
-
-    def close(self, *, announce: bool = False) -> None:
-        """Ends the connection; running calls fail. Returns at once.
-
-        Args:
-            announce: this process continues, so that the sidecar must not treat it as dead.
-        """
-        self.is_closed = True
-        if not announce:
-            self._channel.close()
-        self._engine.start(lambda: self._close(announce))
-
-    # On the loop.
+    async def repeat(
+        self, function: Callable[[], Awaitable[T]], deadline: Deadline, patience_s: float = math.inf
+    ) -> T:
+        """``function()``, repeated as above."""
+        return await self._policy(deadline, patience_s).run(function, sleep=self._await_connection)
 
     async def _open(self, timeout_s: float, hint: str) -> None:
         self._tasks.append(asyncio.create_task(self._stay_connected()))
@@ -177,7 +180,7 @@ class SidecarConnection:
             raise UnavailableError(f"{problem or f'no {self.peer} answers'}; {hint}")
         self._tasks.append(asyncio.create_task(self._heartbeat.run()))
 
-    async def _call(
+    async def call(
         self, method: str, request: Any, timeout: float, *, repeatable: bool = False
     ) -> Any:
         """One unary call. ``repeatable``: a time-out raises UnavailableError, to be retried.
@@ -220,8 +223,8 @@ class SidecarConnection:
 
         def stop() -> bool:
             nonlocal at_exit
-            if at_exit is None and not threading.main_thread().is_alive():
-                # The interpreter waits for the save's thread before it exits.
+            if at_exit is None and exit_hooks.is_ending():
+                # The interpreter waits for the save before it exits.
                 at_exit = Deadline(timeouts.RECONNECT_S)
             return patience.passed or self.is_closed or (at_exit is not None and at_exit.passed)
 
@@ -247,20 +250,12 @@ class SidecarConnection:
             closing=closing,
             waiting=wait_log.training_wait(),
         )
-        await self._call("Ping", request, timeout)
-
-    def _keep(self, timer: Timer) -> None:
-        if self._closed.is_set():
-            timer.cancel()
-        else:
-            self._timers.add(timer)
+        await self.call("Ping", request, timeout)
 
     async def _close(self, announce: bool) -> None:
         self._closed.set()
         for task in self._tasks:
             task.cancel()
-        for timer in list(self._timers):
-            timer.cancel()
         if not announce:
             return  # The channel is closed already.
         try:
@@ -278,7 +273,8 @@ class SidecarConnection:
         failures = 0
         while True:
             try:
-                await self._engine.in_thread(self._receive_all)
+                pending = [save.pending() for save in self.followed.values()]
+                await self._engine.in_thread(partial(self._receive_all, pending))
                 failures = 0
             except PannierError as error:
                 if self._connected.is_set() and not self.is_closed:
@@ -305,13 +301,22 @@ class SidecarConnection:
             pause_s = timeouts.CONNECT_AGAIN_S * 2 ** min(failures, 5)
             await asyncio.sleep(min(timeouts.CONNECT_LONGEST_AGAIN_S, pause_s))
 
+    def _deliver(self, status: save_pb2.SaveStatus) -> None:
+        save = self.followed.get(object_names.save_text(status.save))
+        if save is not None:
+            save.on_status(status)
+
+    def _report_unresponsive(self, problem: str) -> None:
+        for save in self.followed.values():
+            save.on_unresponsive(problem)
+
     def _mark_connected(self) -> None:
         self._connected.set()
         self._answered.set()
 
     # In a worker thread.
 
-    def _receive_all(self) -> None:
+    def _receive_all(self, pending: list[sidecar_pb2.PendingSave]) -> None:
         """Receives until the stream ends."""
         who = self.identity
         self._channel.renew()
@@ -325,7 +330,7 @@ class SidecarConnection:
             host=who.host,
             pid=os.getpid(),
             client=who.client,
-            pending=self.followed.pending(),
+            pending=pending,
         )
         with self._channel.call(
             lambda channel: sidecar_pb2_grpc.SidecarStub(channel).Connect(
@@ -359,7 +364,7 @@ class SidecarConnection:
         if response.HasField("welcome"):
             self._accept(response.welcome)
         elif response.HasField("save"):
-            self.followed.deliver(response.save)
+            self._engine.post(self._deliver, response.save)
         elif response.HasField("room"):
             self._on_room_wanted()
 

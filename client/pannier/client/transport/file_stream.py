@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import crc32c
 import grpc
 
-from pannier.client.engine import engine
+from pannier.client.engine import Stop, engine
 from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2
@@ -103,44 +103,6 @@ class StoppedError(Exception):
     """The save ended while its bytes were being sent."""
 
 
-class Cancellation:
-    """Cancels the streams of one save. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._event = threading.Event()
-        self._calls: set[Any] = set()
-
-    @property
-    def is_set(self) -> bool:
-        """Whether the save has ended, so that nothing more is to be sent."""
-        return self._event.is_set()
-
-    def set(self) -> None:
-        """Cancels running streams and prevents new ones."""
-        with self._lock:
-            self._event.set()
-            calls = list(self._calls)
-        for call in calls:
-            call.cancel()
-
-    def wait(self, seconds: float) -> bool:
-        """Waits until it is set, at most ``seconds``; whether it is."""
-        return self._event.wait(seconds)
-
-    def add(self, call: Any) -> None:
-        """``call`` is to be cancelled by :meth:`set`."""
-        with self._lock:
-            self._calls.add(call)
-        if self.is_set:
-            call.cancel()
-
-    def discard(self, call: Any) -> None:
-        """``call`` has ended."""
-        with self._lock:
-            self._calls.discard(call)
-
-
 class Sender:
     """Opens ``Write`` streams on a channel. Thread-safe."""
 
@@ -160,7 +122,7 @@ class Sender:
         header: sidecar_pb2.FileHeader,
         source: FileSource,
         progress: Progress,
-        stop: Cancellation,
+        stop: Stop,
     ) -> None:
         """Sends what the sidecar doesn't hold yet, in one stream.
 
@@ -212,7 +174,6 @@ class Sender:
                 raise self._as_pannier_error(error) from error
             finally:
                 timer.cancel()
-                stop.discard(call)
                 call.cancel()
                 requests.end()
         if committed != source.size:

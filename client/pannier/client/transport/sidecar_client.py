@@ -1,36 +1,29 @@
 """The calls of one rank to its sidecar, and the files that it streams there.
 
 In: requests of the client. Out: answers. Calls that a broken connection ended are repeated until
-their deadline. Thread-safe; every error is a PannierError.
+their deadline. Its calls are coroutines of the engine's loop; every error is a PannierError.
 """
 
-import threading
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from pannier.client.config import Settings
-from pannier.client.engine import Timer
+from pannier.client.engine import Stop, engine
 from pannier.client.identity import Identity
 from pannier.client.interrupts import aside
 from pannier.client.staging.arena import Arena
 from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.transport.channel import SidecarChannel
-from pannier.client.transport.connection import SidecarConnection
-from pannier.client.transport.file_stream import (
-    Cancellation,
-    FileSource,
-    Progress,
-    Sender,
-    StagedFile,
-)
-from pannier.client.transport.followed_saves import FollowedSaves, seconds_left
+from pannier.client.transport.connection import FollowedSave, SidecarConnection
+from pannier.client.transport.file_stream import FileSource, Progress, Sender, StagedFile
 from pannier.client.transport.shared_memory import MappedTransport
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.v1 import sidecar_pb2
 from pannier.wire import addresses, object_names
-from pannier.wire.errors import DeadlineError
 
+_LEAST_S: Final = 0.001
 _STREAMS: Final = 2
 """Files that all saves stream at the same time. Each may hold some 20 MiB of messages in flight."""
 
@@ -59,7 +52,7 @@ class SidecarClient:
             timeouts.RECONNECT_S if restart_daemons is None else timeouts.EMBEDDED_RESTART_S
         )
         self._sender = Sender(channel, self.peer)
-        self._streams = threading.Semaphore(_STREAMS)
+        self._streams = asyncio.Semaphore(_STREAMS)
 
     @classmethod
     def connect(
@@ -132,14 +125,19 @@ class SidecarClient:
         """The sidecar's last description of itself."""
         return self._connection.welcome
 
-    @property
-    def followed(self) -> FollowedSaves:
-        """The saves whose status is delivered to callbacks."""
-        return self._connection.followed
+    def follow(self, save: FollowedSave) -> None:
+        """``save`` gets its statuses until :meth:`unfollow`; a restarted sidecar is asked for its outcome. On the loop."""
+        self._connection.followed[object_names.save_text(save.context.save)] = save
 
-    # Calls.
+    def unfollow(self, save: FollowedSave) -> None:
+        """The save has ended. On the loop."""
+        self._connection.followed.pop(object_names.save_text(save.context.save), None)
 
-    def plan(self, request: sidecar_pb2.PlanRequest, timeout: float) -> sidecar_pb2.PlanResponse:
+    # Calls, on the loop.
+
+    async def plan(
+        self, request: sidecar_pb2.PlanRequest, timeout: float
+    ) -> sidecar_pb2.PlanResponse:
         """Sends a local plan; returns once every rank's has arrived.
 
         Raises:
@@ -153,12 +151,12 @@ class SidecarClient:
             request.save_timeout_s = seconds_left(save_deadline)
             return deadline.remaining() + timeouts.ANSWER_SLACK_S
 
-        answer: sidecar_pb2.PlanResponse = self._connection.call_repeatedly(
+        answer: sidecar_pb2.PlanResponse = await self._connection.call_repeatedly(
             "Plan", request, time_left, deadline, patience_s=self._patience_s
         )
         return answer
 
-    def begin(
+    async def begin(
         self, request: sidecar_pb2.BeginRequest, timeout: float = timeouts.BEGIN_S
     ) -> sidecar_pb2.BeginResponse:
         """Opens a save whose global plan torch makes."""
@@ -168,17 +166,17 @@ class SidecarClient:
             request.save_timeout_s = seconds_left(save_deadline)
             return deadline.remaining() + timeouts.ANSWER_SLACK_S
 
-        answer: sidecar_pb2.BeginResponse = self._connection.call_repeatedly(
+        answer: sidecar_pb2.BeginResponse = await self._connection.call_repeatedly(
             "Begin", request, time_left, deadline, patience_s=self._patience_s
         )
         return answer
 
-    def finish(
+    async def finish(
         self, request: sidecar_pb2.FinishRequest, timeout: float
     ) -> sidecar_pb2.FinishResponse:
         """Ends a save opened with :meth:`begin`; returns when it is committed."""
         deadline = Deadline(timeout)
-        answer: sidecar_pb2.FinishResponse = self._connection.call_repeatedly(
+        answer: sidecar_pb2.FinishResponse = await self._connection.call_repeatedly(
             "Finish",
             request,
             lambda: deadline.remaining() + timeouts.ANSWER_SLACK_S,
@@ -186,14 +184,14 @@ class SidecarClient:
         )
         return answer
 
-    def fail(
+    async def fail(
         self, request: sidecar_pb2.FailRequest, timeout: float = timeouts.TRAINER_FAIL_S
     ) -> None:
         """Reports that this rank skips or fails a save, which aborts it on all ranks."""
         deadline = Deadline(timeout)
-        self._connection.call_repeatedly("Fail", request, deadline.remaining, deadline)
+        await self._connection.call_repeatedly("Fail", request, deadline.remaining, deadline)
 
-    def hand_over(
+    async def hand_over(
         self, request: sidecar_pb2.HandOverRequest, timeout: float = timeouts.HAND_OVER_S
     ) -> None:
         """Hands over the rank's files, all sent; returns when that is journalled."""
@@ -203,11 +201,11 @@ class SidecarClient:
             request.save_timeout_s = seconds_left(deadline)
             return min(timeouts.CALL_S, deadline.remaining() + timeouts.ANSWER_SLACK_S)
 
-        self._connection.call_repeatedly("HandOver", request, time_left, deadline, repeatable=True)
-        if not request.HasField("claim"):
-            self.followed.mark_handed_over(request.context.save)
+        await self._connection.call_repeatedly(
+            "HandOver", request, time_left, deadline, repeatable=True
+        )
 
-    def send(
+    async def send(
         self,
         context: sidecar_pb2.SaveContext,
         attempt: str,
@@ -217,9 +215,10 @@ class SidecarClient:
         claim: sidecar_pb2.CachedPlanClaim | None = None,
         timeout: float = timeouts.SEND_S,
         progress: Progress = lambda held: None,
-        stop: Cancellation | None = None,
     ) -> int:
         """Streams one data file, resuming where a stream broke; returns its crc32c.
+
+        A cancelled call has ended once it raises: nothing reads the file any more.
 
         Args:
             reason: why it isn't mapped, human-readable.
@@ -229,7 +228,6 @@ class SidecarClient:
             SaveAbortedError: the save was aborted on all ranks.
             BusyError: the spool has no room.
             UnavailableError: the sidecar has been disconnected for ``timeout`` seconds.
-            StoppedError: ``stop`` was set.
         """
         deadline = Deadline(timeout)
         source = FileSource(file)
@@ -241,20 +239,17 @@ class SidecarClient:
             reason=reason,
             claim=claim,
         )
-        until = stop or Cancellation()
-        if not self._streams.acquire(timeout=timeout):
-            raise DeadlineError(f"{file.name} waited {timeout:.0f} s for earlier files to be sent")
 
-        def once() -> None:
+        def stream(stop: Stop) -> int:
             header.save_timeout_s = seconds_left(deadline)
             self._connection.check_version()
-            self._sender.stream(header, source, progress, until)
+            self._sender.stream(header, source, progress, stop)
+            return source.crc32c()
 
-        try:
-            self._connection.repeat(once, deadline)
-        finally:
-            self._streams.release()
-        return source.crc32c()
+        async with self._streams:
+            return await self._connection.repeat(
+                lambda: engine().in_stoppable_thread(stream), deadline
+            )
 
     def arena(self, pool: ArenaPool, sizes: Sequence[int]) -> Arena:
         """An arena with a buffer of each size, bytes; in the sidecar's spool if that is possible.
@@ -265,10 +260,6 @@ class SidecarClient:
             PannierError: there is no memory for it.
         """
         return aside(lambda: self._mapped.arena(pool, sizes))
-
-    def timer(self, delay_s: float, callback: Callable[[], None]) -> Timer:
-        """Calls ``callback`` in a worker thread, unless it is cancelled or this client closed in time."""
-        return self._connection.timer(delay_s, callback)
 
     def check_process(self) -> None:
         """Raises InvalidRequestError in a process forked from the client's."""
@@ -297,12 +288,14 @@ class SidecarClient:
             client=who.client,
             sizes=sizes,
         )
-        answer: sidecar_pb2.ReserveResponse = self._connection.call_repeatedly(
-            "Reserve",
-            request,
-            lambda: timeouts.CALL_S,
-            Deadline(timeouts.CALL_S),
-            patience_s=timeouts.RECONNECT_S,
+        answer: sidecar_pb2.ReserveResponse = engine().call(
+            lambda: self._connection.call_repeatedly(
+                "Reserve",
+                request,
+                lambda: timeouts.CALL_S,
+                Deadline(timeouts.CALL_S),
+                patience_s=timeouts.RECONNECT_S,
+            )
         )
         return answer
 
@@ -315,7 +308,12 @@ class SidecarClient:
             client=who.client,
             spool_files=files,
         )
-        self._connection.call("Release", request, timeouts.DISCONNECT_S)
+        engine().call(lambda: self._connection.call("Release", request, timeouts.DISCONNECT_S))
+
+
+def seconds_left(deadline: Deadline | None) -> float:
+    """A deadline as messages carry it: seconds that remain, 0 for no deadline."""
+    return 0.0 if deadline is None else max(_LEAST_S, deadline.remaining())
 
 
 def _deadline(seconds: float) -> Deadline | None:

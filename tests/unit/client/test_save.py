@@ -1,4 +1,4 @@
-"""One save of one rank, from staged bytes to its end, against a scripted sidecar."""
+"""One save of one rank, from its admission to its end, against a scripted sidecar."""
 
 import ctypes
 import gc
@@ -6,7 +6,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,19 +16,22 @@ from torch.distributed.checkpoint.metadata import Metadata
 from pannier.client.config import Settings
 from pannier.client.dcp.storage_writer import StorageWriter
 from pannier.client.dcp.writer_save import WriterSave
+from pannier.client.engine import engine
 from pannier.client.handle import Outcome, UnretrievedErrors
-from pannier.client.identity import Identity
+from pannier.client.identity import Group, Identity
+from pannier.client.saves.call import Options, SaveCall
+from pannier.client.saves.save import Save
+from pannier.client.saves.saves import Saves
+from pannier.client.staging import arena_pool
 from pannier.client.staging.arena import Arena
 from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.staging.deferred_copies import DeferredCopies
-from pannier.client.staging.in_flight import ArenaUse, InFlightSaves
 from pannier.client.transport.save_errors import aborted, fail_request
-from pannier.client.transport.save_task import SaveTask
-from pannier.client.transport.saves_in_progress import SavesInProgress
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts, tracing
+from pannier.common.cgroup import MemoryLimit
 from pannier.common.deadline import Deadline
-from pannier.v1 import records_pb2, save_pb2, sidecar_pb2
+from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import (
     BusyError,
@@ -89,21 +92,57 @@ def session(sidecar: ScriptedSidecar) -> Iterator[SidecarClient]:
     connected.close()
 
 
-def begin(session: SidecarClient, *, on_busy: str = "wait", timeout_s: float = 60) -> SaveTask:
-    saving = SaveTask(session, CONTEXT, on_busy=on_busy, deadline=Deadline(timeout_s))
-    saving.planned(ATTEMPT, "p1")
-    saving.staged(Staged([File(f"f{index}", 3 << 20) for index in range(5)]))
-    return saving
+class Member:
+    """A rank of two, connected to ``sidecar``."""
+
+    def __init__(self, sidecar: SidecarClient) -> None:
+        self.world = self
+        self.identity = sidecar.identity
+        self.size = 2
+        self.apart = False
+        self.resumed: list[int] = []
+
+    def next_number(self, group: Group) -> int:
+        return 1
+
+    def resume(self, group: Group, number: int) -> None:
+        self.resumed.append(number)
+
+    def seen_incarnation(self, checkpoint_id: str) -> None:
+        return None
 
 
-def carry(saving: SaveTask) -> list[str]:
-    """Runs it to the end of this rank's part; what was let go."""
-    slots = InFlightSaves(1)
-    carrier = threading.Thread(target=saving.send, args=(slots.admit("raise", 0),))
-    carrier.start()
-    carrier.join(BOUND_S)
-    assert not carrier.is_alive()
-    return ["arena"] * slots.idle
+FILES = 5
+
+
+def begin(
+    session: SidecarClient,
+    *,
+    on_busy: str = "wait",
+    timeout_s: float = 60,
+    files: int = FILES,
+    saves: Saves | None = None,
+    sizes: Sequence[int] = (),
+    part: Any = None,
+) -> Save:
+    """A save whose call has returned."""
+    save = opened(session, Options(Deadline(timeout_s), on_busy), saves or Saves(1))
+    arena = engine().call(lambda: save.acquire(ATTEMPT, "p1", sizes, part))
+    save.staged(Staged([File(f"f{index}", 3 << 20) for index in range(files)], arena=arena))
+    return save
+
+
+def opened(session: SidecarClient, options: Options, saves: Saves) -> Save:
+    member: Any = Member(session)
+    save = Save(SaveCall(member, Group((0, 1), 0), "/x/y"), saves)
+    save.call.accept("/x/y", options)
+    engine().call(lambda: save.open(session, CONTEXT))
+    return save
+
+
+def carry(save: Save) -> None:
+    """Waits until it needs this process no more."""
+    engine().call(save.sent)
 
 
 def test_a_committed_save_returns_its_description(
@@ -111,7 +150,8 @@ def test_a_committed_save_returns_its_description(
 ) -> None:
     saving = begin(session)
     assert saving.handle.status().state == "STAGING"
-    assert carry(saving) == ["arena"]
+    carry(saving)
+    wait_until(lambda: saving._saves.idle == 1)
     result = saving.handle.result(BOUND_S)
     assert (result.checkpoint_id, result.bytes) == ("/x/y", 5 * (3 << 20))
     assert set(result.seconds) == {"plan", "stage", "ingest", "commit"}
@@ -137,32 +177,21 @@ def test_who_waits_learns_the_outcome_though_its_log_line_fails(
         sidecar.on["HandOver"] = lambda request: sidecar.abort(
             request.context, save_pb2.Failure(rank=1, message="disk full")
         )
-    ended: list[object] = []
-    saving = SaveTask(
-        *(session, CONTEXT),
-        on_busy="wait",
-        deadline=Deadline(60),
-        on_ended=ended.append,
-        on_committed=fail,
-    )
-    saving.planned(ATTEMPT, "p1")
-    saving.staged(Staged([]))
-    carry(saving)
+    saves = Saves(1)
+    monkeypatch.setattr(saves, "log_committed", fail)
+    saving = begin(session, files=0, saves=saves)
     if committed:
         assert saving.handle.result(BOUND_S).bytes == 0
     else:
         with pytest.raises(SaveAbortedError, match="disk full"):
             saving.handle.result(BOUND_S)
-    wait_until(lambda: len(ended) == 1)
+    saves.wait(BOUND_S)
 
 
 def test_a_rank_without_files_hands_over_too(
     session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
-    saving = SaveTask(session, CONTEXT, on_busy="wait", deadline=Deadline(60))
-    saving.planned(ATTEMPT, "p1")
-    saving.staged(Staged([]))
-    carry(saving)
+    saving = begin(session, files=0)
     assert saving.handle.result(BOUND_S).bytes == 0
     assert len(sidecar.asked(sidecar_pb2.HandOverRequest)) == 1
 
@@ -180,7 +209,8 @@ def test_a_sidecar_that_has_forgotten_everything_gets_it_again(
 
     sidecar.on["HandOver"] = forget
     saving = begin(session)
-    assert carry(saving) == ["arena"]
+    carry(saving)
+    wait_until(lambda: saving._saves.idle == 1)
     assert saving.handle.result(BOUND_S).bytes == 5 * (3 << 20)
     assert asked == [5, 5]
     assert all(spool.offsets == [0] for spool in sidecar.files.values())
@@ -228,7 +258,8 @@ def test_an_abort_stops_the_streams_and_fails_the_handle(
         rank=1, host="node-1", kind=save_pb2.FAILURE_KIND_LOST, message="the process is gone"
     )
     threading.Timer(0.2, lambda: sidecar.abort(CONTEXT, failure)).start()
-    assert carry(saving) == ["arena"]
+    carry(saving)
+    wait_until(lambda: saving._saves.idle == 1)
     with pytest.raises(
         SaveAbortedError, match=r"rank 1 \(host node-1\): the process is gone"
     ) as raised:
@@ -317,19 +348,17 @@ def test_a_full_spool_shows_in_the_status_while_it_is_waited_for(
     sidecar.on["Write"] = full
     sidecar.commit = False
     saving = begin(session)
-    carrier = threading.Thread(target=saving.send, args=(InFlightSaves(1).admit("raise", 0),))
-    carrier.start()
     text = "waiting for room (the spool /s is full: 5 bytes needed, 3 free)"
     wait_until(lambda: text in str(saving.handle.status()))
     # A status update of the save doesn't hide it.
     update = save_pb2.SaveStatus(save=CONTEXT.save, state=save_pb2.SAVE_STATE_STAGING)
     update.waiting_on.text = "rank 0"
-    saving.status._on_status(update)
+    engine().post(saving.on_status, update)
+    wait_until(lambda: saving.handle.status().state == "STAGING")
     assert text in str(saving.handle.status())
     room.set()
-    carrier.join(BOUND_S)
+    carry(saving)
     assert saving.handle.status().waiting_on == "rank 0"
-    saving.status.forget()
 
 
 def test_a_save_that_is_aborted_while_the_spool_is_full_says_so(
@@ -340,13 +369,10 @@ def test_a_save_that_is_aborted_while_the_spool_is_full_says_so(
 
     sidecar.on["Write"] = full
     saving = begin(session)
-    carrier = threading.Thread(target=saving.send, args=(InFlightSaves(1).admit("raise", 0),))
-    carrier.start()
     wait_until(lambda: "the spool /s is full" in str(saving.handle.status()))
     sidecar.abort(CONTEXT)
     with pytest.raises(SaveAbortedError, match=r"was waiting for room \(the spool /s is full\)"):
         saving.handle.result(BOUND_S)
-    carrier.join(BOUND_S)
 
 
 def test_a_spool_that_stays_full_is_the_reason_at_the_deadline(
@@ -408,32 +434,24 @@ def test_a_full_spool_skips_or_fails_the_save(
     saving = begin(session, on_busy=on_busy)
     carry(saving)
     wait_until(saving.handle.done)
-    assert saving.status.resolver.outcome.retrieved is asked
+    assert saving.handle.outcome.retrieved is asked
     with pytest.raises(error, match="5 needed, 3 free"):
         saving.handle.result(BOUND_S)
     assert sidecar.asked(sidecar_pb2.FailRequest)[0].failure.kind == kind
 
 
-def test_a_save_without_a_status_update_ends_after_its_deadline(
+def test_a_save_without_a_decision_ends_after_its_deadline(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timers: list[tuple[float, Callable[[], None]]] = []
-
-    def set_timer(seconds: float, action: Callable[[], None]) -> object:
-        timers.append((seconds, action))
-        return SidecarClient.timer(session, float("inf"), action)
-
-    monkeypatch.setattr(session, "timer", set_timer)
+    monkeypatch.setattr(timeouts, "DECISION_S", 0.2)
     sidecar.commit = False
-    saving = begin(session, timeout_s=60)
-    carry(saving)
-    ((seconds, expire),) = timers
-    assert 60 < seconds <= 60 + timeouts.DECISION_S
-    expire()
+    began = time.monotonic()
+    saving = begin(session, timeout_s=1)
     with pytest.raises(
-        InDoubtError, match=r"job/abc/g1/1 to /x/y.*may still be committed.*pannier ls /x`"
+        InDoubtError, match=r"job/abc/g1/1 to /x/y.*may still be committed.*pannier ls /x"
     ):
         saving.handle.result(BOUND_S)
+    assert time.monotonic() - began >= 1.2
 
 
 def test_a_save_whose_deadline_passes_before_it_is_handed_over_is_aborted(
@@ -443,15 +461,12 @@ def test_a_save_whose_deadline_passes_before_it_is_handed_over_is_aborted(
     ended = threading.Event()
     sidecar.on["Write"] = lambda _: ended.wait(BOUND_S)
     saving = begin(session, timeout_s=0.5)
-    carrier = threading.Thread(target=saving.send, args=(InFlightSaves(1).admit("raise", 0),))
-    carrier.start()
     try:
         with pytest.raises(SaveAbortedError, match="was not handed over") as raised:
             saving.handle.result(BOUND_S)
         assert raised.value.failures[0].kind == "DEADLINE"
     finally:
         ended.set()
-        carrier.join(BOUND_S)
     assert not sidecar.asked(sidecar_pb2.HandOverRequest)
 
 
@@ -464,12 +479,16 @@ def test_a_commit_by_torch_that_is_not_answered_is_in_doubt(
     sidecar: ScriptedSidecar,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def finish(*_: Any) -> None:
+    async def finish(*_: Any) -> None:
         raise error
 
     monkeypatch.setattr(session, "finish", finish)
     writer = StorageWriter("/x/y")
-    writer._save = WriterSave(session, CONTEXT, 60, InFlightSaves(1), SavesInProgress(lambda: None))
+    member: Any = Member(session)
+    saves = Saves(1)
+    save = Save(SaveCall(member, Group((0, 1), 0), "/x/y"), saves)
+    save.call.accept("/x/y", Options(Deadline(60), counts=False))
+    writer._save = WriterSave(session, save, saves)
     with pytest.raises(InDoubtError, match=f"{error}.*may still be committed"):
         writer.finish(Metadata({}), [])
 
@@ -482,17 +501,6 @@ def test_unretrieved_errors_are_in_doubt_together_when_one_is() -> None:
         unretrieved.add(outcome)
     with pytest.raises(InDoubtError, match="first; and second"):
         unretrieved.raise_all()
-
-
-def test_a_timer_far_away_does_not_delay_the_others(session: SidecarClient) -> None:
-    rung = threading.Event()
-    session.timer(float("inf"), lambda: None)
-    session.timer(0.05, rung.set)
-    assert rung.wait(BOUND_S)
-    rung.clear()
-    # Nothing but the far one is left when the thread looks again.
-    session.timer(0.05, rung.set)
-    assert rung.wait(BOUND_S)
 
 
 def test_status_follows_the_updates(session: SidecarClient, sidecar: ScriptedSidecar) -> None:
@@ -520,8 +528,12 @@ def test_status_follows_the_updates(session: SidecarClient, sidecar: ScriptedSid
 def test_what_is_ingested_is_all_of_it_before_the_hand_over_is_answered(
     session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
+    go_on = threading.Event()
+    sidecar.on["HandOver"] = lambda _: go_on.wait(BOUND_S)
     saving = begin(session)
-    assert saving.handle.status().bytes_ingested == 0
+    sidecar.wait_for(lambda: bool(sidecar.asked(sidecar_pb2.HandOverRequest)))
+    # As if it were mapped.
+    engine().post(lambda: saving._show(bytes_ingested=0))
     rank = save_pb2.RankStatus(rank=CONTEXT.rank, phase=save_pb2.RANK_PHASE_INGESTED)
     update = save_pb2.SaveStatus(
         save=CONTEXT.save, state=save_pb2.SAVE_STATE_INGESTED, attempt=ATTEMPT, ranks=[rank]
@@ -531,6 +543,7 @@ def test_what_is_ingested_is_all_of_it_before_the_hand_over_is_answered(
         sidecar.changed.notify_all()
     wait_until(lambda: saving.handle.status().state == "INGESTED")
     assert saving.handle.status().bytes_ingested == saving.handle.status().bytes > 0
+    go_on.set()
 
 
 def test_an_ended_save_leaves_nothing_behind(session: SidecarClient) -> None:
@@ -541,7 +554,7 @@ def test_an_ended_save_leaves_nothing_behind(session: SidecarClient) -> None:
         carry(saving)
         saving.handle.result(BOUND_S)
         gone, handle_gone = weakref.ref(saving), weakref.ref(saving.handle)
-        wait_until(lambda: not session.followed)
+        wait_until(lambda: not session._connection.followed)
         del saving
         wait_until(lambda: gone() is None and handle_gone() is None)
     finally:
@@ -568,68 +581,101 @@ def test_an_abort_names_every_cause_up_to_four() -> None:
 # What becomes of the staging memory.
 
 
-@pytest.mark.parametrize("first", ["sent", "ended"])
+SIZE = 1 << 20
+
+
+def mark(save: Save) -> None:
+    assert save.arena is not None
+    save.arena.files[0].view[:4] = b"save"
+
+
+def is_used_again(saves: Saves) -> bool:
+    """Fresh pages are zeros."""
+    return saves.pool.acquire([SIZE]).files[0].view[:4] == b"save"
+
+
 @pytest.mark.parametrize(
-    ("ended", "handed_over", "reused"),
+    ("gave_files", "decision", "reused"),
     [
-        (ArenaUse.UNUSED, True, True),
-        (ArenaUse.READ_BY_SIDECAR, True, False),
-        # Never handed over: what the sidecar does is of no account.
-        (ArenaUse.READ_BY_SIDECAR, False, True),
+        (True, "committed", True),
+        (True, "aborted", True),
+        # It may still read them.
+        (True, "none", False),
+        # Never given to it: what the sidecar does is of no account.
+        (False, "none", True),
     ],
 )
 def test_staging_memory_is_used_again_only_if_nothing_may_still_read_it(
-    first: str, ended: ArenaUse, handed_over: bool, reused: bool
+    session: SidecarClient,
+    sidecar: ScriptedSidecar,
+    monkeypatch: pytest.MonkeyPatch,
+    gave_files: bool,
+    decision: str,
+    reused: bool,
 ) -> None:
-    slots = InFlightSaves(1)
-    slot = slots.admit("raise", 0)
-    slot.hold(slots.pool.acquire([1 << 20])).files[0].view[:4] = b"save"
-    assert slot.begin_sending()
-    if first == "ended":
-        slot.ended(ended)
-    assert slots.idle == 0
-    slot.sent(handed_over=handed_over)
-    if first == "sent":
-        assert slots.idle == (0 if handed_over else 1)
-        slot.ended(ended)
-    assert slots.idle == 1
-    # A second report changes nothing.
-    slot.ended(ArenaUse.UNUSED)
-    slot.free()
-    assert slots.idle == 1
-    # Fresh pages are zeros.
-    assert (slots.pool.acquire([1 << 20]).files[0].view[:4] == b"save") is reused
+    monkeypatch.setattr(timeouts, "DECISION_S", 0.1)
+    sidecar.commit = False
+    saves = Saves(1)
+    save = opened(session, Options(Deadline(1 if decision == "none" else BOUND_S)), saves)
+    arena = engine().call(lambda: save.acquire(ATTEMPT, "p1", [SIZE]))
+    mark(save)
+    if gave_files:
+        monkeypatch.setattr(Save, "_gave_files", True)
+    save.staged(Staged([], arena=arena))
+    carry(save)
+    assert saves.idle == (0 if gave_files else 1)
+    if decision == "committed":
+        sidecar.send_status(CONTEXT.save, save_pb2.SAVE_STATE_COMMITTED, checkpoint_id="/x/y")
+    if decision == "aborted":
+        sidecar.abort(CONTEXT)
+    assert save.handle.wait(BOUND_S)
+    assert saves.idle == 1
+    assert is_used_again(saves) is reused
 
 
-def test_staging_memory_that_a_thread_sends_is_not_freed_under_it() -> None:
-    """As when an interrupt comes between the start of that thread and the call's return."""
-    slots = InFlightSaves(1)
-    slot = slots.admit("raise", 0)
-    slot.hold(slots.pool.acquire([1 << 20]))
-    assert slot.begin_sending()
-    slot.free()
-    assert slots.idle == 0
-    slot.sent(handed_over=False)
-    assert slots.idle == 1
-    late = slots.admit("raise", 0)
-    late.free()
-    assert not late.begin_sending()
-    assert slots.idle == 1
+def test_staging_memory_of_an_interrupted_call_is_given_back_once(
+    session: SidecarClient,
+) -> None:
+    saves = Saves(1)
+    save = opened(session, Options(Deadline(60)), saves)
+    engine().call(lambda: save.acquire(ATTEMPT, "p1", [SIZE]))
+    mark(save)
+    assert saves.idle == 0
+    for _ in range(2):
+        engine().call(lambda: save.drop(None))
+    saves.wait(BOUND_S)
+    assert saves.idle == 1
+    assert is_used_again(saves)
+
+
+def test_an_interrupted_call_that_had_staged_gives_its_memory_back_after_it_is_sent(
+    session: SidecarClient, sidecar: ScriptedSidecar
+) -> None:
+    """As when an interrupt comes between the last step of the call and its return."""
+    go_on = threading.Event()
+    sidecar.on["HandOver"] = lambda _: go_on.wait(BOUND_S)
+    saving = begin(session, sizes=[SIZE])
+    sidecar.wait_for(lambda: bool(sidecar.asked(sidecar_pb2.HandOverRequest)))
+    engine().call(lambda: saving.drop(None))
+    assert saving._saves.idle == 0
+    go_on.set()
+    carry(saving)
+    wait_until(lambda: saving._saves.idle == 1)
 
 
 def test_a_limit_of_threads_only_makes_a_save_slower(
     session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = threading.Thread.start
+    start, started = threading.Thread.start, []
 
     def limited(thread: threading.Thread) -> None:
-        if thread.name.startswith("pannier-send-"):
+        if thread.name == "pannier-work" and len(started) > 1:
             raise RuntimeError("can't start new thread")
+        started.append(thread.name)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
     saving = begin(session)
-    assert carry(saving) == ["arena"]
     saving.handle.result(BOUND_S)
     assert len(sidecar.files) == 5
 
@@ -639,42 +685,197 @@ def test_a_save_ends_once_though_its_abort_meets_a_failed_hand_over(
 ) -> None:
     monkeypatch.setattr(timeouts, "CAUSES_S", 0.05)
     sidecar.commit = False
-    ended: list[object] = []
-    saving = SaveTask(
-        *(session, CONTEXT), on_busy="wait", deadline=Deadline(60), on_ended=ended.append
-    )
-    failures = []
-    saving.planned(ATTEMPT, "p1")
-    saving.status._on_failure = lambda _: failures.append("once")
+    failures: list[str] = []
+    done = threading.Event()
 
     def aborted_meanwhile(request: sidecar_pb2.HandOverRequest) -> None:
-        sidecar.abort(request.context, save_pb2.Failure(rank=1, message="disk full"))
-        wait_until(saving.handle.done)
+        sidecar.abort(
+            request.context,
+            save_pb2.Failure(rank=1, message="disk full", kind=save_pb2.FAILURE_KIND_INTERNAL),
+        )
+        done.wait(BOUND_S)
         raise SaveAbortedError("the save has ended")
 
     sidecar.on["HandOver"] = aborted_meanwhile
-    saving.staged(Staged([]))
-    carry(saving)
+    saves = Saves(1)
+    saving = opened(session, Options(Deadline(60)), saves)
+    arena = engine().call(
+        lambda: saving.acquire(ATTEMPT, "p1", [], drop_part=lambda: failures.append("once"))
+    )
+    saving.staged(Staged([], arena=arena))
+    assert saving.handle.wait(BOUND_S)
+    done.set()
+    saves.wait(BOUND_S)
     # Longer than the causes of other ranks are waited for.
     time.sleep(0.2)
-    assert len(ended) == 1
     assert failures == ["once"]
-    errors = UnretrievedErrors()
-    errors.add(saving.status.resolver.outcome)
     with pytest.raises(SaveAbortedError, match="disk full"):
-        errors.raise_all()
+        saves.errors.raise_all()
 
 
-def test_a_save_that_ends_before_it_is_registered_is_not_waited_for(
+# The part of the last plan, which the save claims.
+
+
+class Part:
+    """A cached plan, which the coordinator's plan equals."""
+
+    def __init__(self) -> None:
+        self.message = plan_pb2.LocalPlan()
+        self.digest = "d"
+        self.staged_positions = b"\1\3"
+        self.confirmed: list[str] = []
+        self.is_equal = True
+
+    def claim(self) -> sidecar_pb2.CachedPlanClaim:
+        return sidecar_pb2.CachedPlanClaim(part="p1", attempt=[*self.confirmed, ""][0])
+
+    def confirm(self, checkpoint_id: str, attempt: str) -> None:
+        self.confirmed.append(attempt)
+
+    def equals(self, final: plan_pb2.FinalPlan, number: int) -> bool:
+        return self.is_equal
+
+
+def test_a_requested_local_plan_is_sent_once_and_confirms_the_part(
     session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
-    saves = SavesInProgress(lambda: None)
-    saving = SaveTask(
-        *(session, CONTEXT), on_busy="wait", deadline=Deadline(60), on_ended=saves.end
+    sidecar.commit = sidecar.confirm = False
+    part = Part()
+    saving = begin(session, part=part)
+    sidecar.wait_for(lambda: bool(sidecar.asked(sidecar_pb2.HandOverRequest)))
+    requested = save_pb2.PlanState(full_plan_requested=True)
+    for _ in range(2):
+        sidecar.send_status(CONTEXT.save, save_pb2.SAVE_STATE_PLANNING, plan=requested)
+    assert saving.handle.ingest_completion.result(BOUND_S) is None
+    (request,) = sidecar.asked(sidecar_pb2.PlanRequest)
+    assert (request.digest, request.staged_positions) == ("d", b"\1\3")
+    assert part.confirmed == [ATTEMPT]
+    sidecar.send_status(CONTEXT.save, save_pb2.SAVE_STATE_COMMITTED)
+    saving.handle.result(BOUND_S)
+
+
+def test_a_save_claims_the_same_from_its_first_byte_to_its_hand_over(
+    session: SidecarClient, sidecar: ScriptedSidecar
+) -> None:
+    part = Part()
+    # An earlier save's confirmation comes meanwhile.
+    sidecar.on["Write"] = lambda _: part.confirm("/x/earlier", "earlier")
+    saving = begin(session, part=part)
+    saving.handle.result(BOUND_S)
+    (request,) = sidecar.asked(sidecar_pb2.HandOverRequest)
+    assert (request.claim.part, request.claim.attempt) == ("p1", "")
+
+
+def test_a_local_plan_that_another_one_is_made_of_fails_the_save_while_it_is_sent(
+    session: SidecarClient, sidecar: ScriptedSidecar
+) -> None:
+    sidecar.commit = sidecar.confirm = False
+    sidecar.stall_at = [0, 0]
+    part = Part()
+    part.is_equal = False
+    saving = begin(session, part=part)
+    sidecar.wait_for(lambda: bool(sidecar.files))
+    requested = save_pb2.PlanState(full_plan_requested=True)
+    sidecar.send_status(CONTEXT.save, save_pb2.SAVE_STATE_PLANNING, plan=requested)
+    with pytest.raises(SaveAbortedError, match="the part p1 of the last plan"):
+        saving.handle.result(BOUND_S)
+    (failed,) = sidecar.asked(sidecar_pb2.FailRequest)
+    assert failed.failure.kind == save_pb2.FAILURE_KIND_PLAN_CHANGED
+
+
+# How many saves hold staging memory at a time.
+
+
+class Planned:
+    """A save that holds staging memory, of a MiB of which ``room`` fit at a time."""
+
+    def __init__(self, saves: Saves, on_busy: str = "wait", timeout_s: float = BOUND_S) -> None:
+        self.options = Options(Deadline(timeout_s), on_busy)
+        self.is_dropped = False
+        self.arena: Arena | None = None
+        self._saves = saves
+
+    def admit(self) -> None:
+        save: Any = self
+        engine().call(lambda: self._saves.admit(save))
+
+    def acquire(self, room: int) -> Arena:
+        def acquire() -> Arena:
+            if len(self._saves.pool._in_use) >= room:
+                raise BusyError("no room for staging")
+            return self._saves.pool.acquire([SIZE])
+
+        save: Any = self
+        self.arena = engine().call(lambda: self._saves.acquire(save, acquire))
+        return self.arena
+
+    def free(self) -> None:
+        save: Any = self
+        arena, self.arena = self.arena, None
+        if arena is not None:
+            self._saves.pool.release(arena)
+        engine().post(self._saves.release, save)
+
+
+def test_a_save_that_gets_no_staging_memory_in_time_names_those_that_hold_it() -> None:
+    saves = Saves(2)
+    for _ in range(2):
+        Planned(saves).admit()
+    with pytest.raises(DeadlineError) as caught:
+        Planned(saves, timeout_s=0.2).admit()
+    assert str(caught.value) == (
+        "no staging memory became free within 0.2 s: 2 saves hold it (PANNIER_MAX_IN_FLIGHT): "
+        "; save less often or raise it"
     )
-    saving.planned(ATTEMPT, "p1")
-    sidecar.abort(CONTEXT, save_pb2.Failure(rank=1, message="disk full"))
-    wait_until(saving.handle.done)
-    saves.add(saving)
-    assert not saves
-    saves.wait(0)
+
+
+def test_a_save_waits_for_the_staging_memory_of_an_earlier_one_where_both_do_not_fit() -> None:
+    saves = Saves(2)
+    first, second = Planned(saves), Planned(saves)
+    for each in (first, second):
+        each.admit()
+    address = first.acquire(1).files[0].address
+    ended = threading.Timer(0.05, first.free)
+    ended.start()
+    assert second.acquire(1).files[0].address == address
+    ended.join()
+
+
+@pytest.mark.parametrize(
+    ("on_busy", "error"),
+    [("skip", SaveSkippedError), ("raise", BusyError), ("wait", DeadlineError)],
+)
+def test_staging_memory_that_an_earlier_save_holds_is_a_matter_of_on_busy(
+    on_busy: str, error: type[Exception]
+) -> None:
+    saves = Saves(2)
+    first, second = Planned(saves), Planned(saves, on_busy, 0.2)
+    for each in (first, second):
+        each.admit()
+    first.acquire(1)
+    with pytest.raises(error, match="no room for staging"):
+        second.acquire(1)
+
+
+def test_staging_memory_that_no_save_holds_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeouts, "BUSY_AGAIN_S", 0.01)
+    save = Planned(Saves(2), timeout_s=3600)
+    save.admit()
+    with pytest.raises(BusyError, match="no room for staging"):
+        save.acquire(0)
+
+
+def test_memory_beyond_the_limit_of_the_process_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = MemoryLimit(256 << 20, 192 << 20, "/job")
+    monkeypatch.setattr(arena_pool, "memory_limit", lambda: limit)
+    with pytest.raises(BusyError) as caught:
+        ArenaPool(2).acquire([1 << 20])
+    assert str(caught.value) == (
+        "no room for staging: 1048576 bytes needed, 0 free, since the memory limit of control group /job is "
+        "256.0 MiB, 192.0 MiB of it in use: save less often, name a spool on a disk (PANNIER_SPOOL; a "
+        "sidecar's --spool), or raise the limit"
+    )
