@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from support.processes.ranks import run_in_turn
+from support.processes.ranks import run_in_turn, start_ranks
+from support.processes.stretch import BOUND_S
 
 
 def a_rank_that_never_calls_load_is_named_and_the_next_load_works() -> None:
@@ -454,3 +455,37 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 @pytest.mark.parametrize("scenario", [scenario.__name__ for _, scenario in SCENARIOS])
 def test_on_several_ranks(passed: set[str], scenario: str) -> None:
     assert scenario in passed, "see the ranks' output where they were started"
+
+
+LOADS_AND_ENDS = """
+import os, time
+import torch
+import torch.distributed as dist
+from pannier import client
+from pannier.client.ranks import group_store
+from pannier.common import timeouts
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+class Last:
+    def state_dict(self):
+        return {"v": torch.zeros(1)}
+
+    def load_state_dict(self, state):
+        if rank == 0:
+            # The last one to come.
+            time.sleep(0.5)
+        else:
+            # It looks for the outcome when rank 0 may have ended.
+            group_store._FIRST_POLL_S = timeouts.WAIT_LONGEST_POLL_S = 1.5
+
+client.load({"s": Last()}, checkpoint_id=os.environ["PLACE"])
+os._exit(0)
+"""
+
+
+def test_a_program_may_end_with_its_load(tmp_path: Path) -> None:
+    dcp.save({"s": {"v": torch.ones(1)}}, checkpoint_id=tmp_path / "a", no_dist=True)
+    with start_ranks(LOADS_AND_ENDS, 2, {"PLACE": str(tmp_path / "a")}, torchrun=False) as ranks:
+        ranks.wait(BOUND_S).check()

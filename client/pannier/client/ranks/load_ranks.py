@@ -263,6 +263,8 @@ class LoadRanks:
                 arrived = {"value": value}
                 outcome = _from_json(self._barrier.arrive(step, arrived, _for_json(settled)))
         shared = self._succeeded(outcome)
+        if step is END and self._barrier is not None:
+            self._barrier.leave(END)
         if step is CALL and self._barrier is not None:
             group = torch_compat.group_name(self._process_group)
             numbers = self._start.take_done(group, _KIND, self._barrier.number)

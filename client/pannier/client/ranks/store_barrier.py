@@ -155,7 +155,7 @@ class StoreBarrier:
         return self._store.run(end, timeout_s=grace_s + timeouts.ANSWER_SLACK_S)
 
     def leave(self, step: Step) -> None:
-        """Ends the call after a step that failed.
+        """Ends the call after its last step, or one that failed.
 
         Rank 0, whose process often serves the store, waits a moment for the others that came to the step,
         so that its end doesn't keep the outcome from them.
