@@ -458,15 +458,20 @@ def test_on_several_ranks(passed: set[str], scenario: str) -> None:
 
 
 LOADS_AND_ENDS = """
-import os, time
+import os, time, types
+from pathlib import Path
 import torch
 import torch.distributed as dist
 from pannier import client
 from pannier.client.ranks import group_store
-from pannier.common import timeouts
 
 dist.init_process_group("gloo")
-rank = dist.get_rank()
+rank, looked = dist.get_rank(), Path(os.environ["LOOKED"])
+
+def look_late(seconds):
+    looked.touch()
+    # It looks for the outcome again when rank 0 may have ended.
+    time.sleep(1.5)
 
 class Last:
     def state_dict(self):
@@ -475,10 +480,10 @@ class Last:
     def load_state_dict(self, state):
         if rank == 0:
             # The last one to come.
-            time.sleep(0.5)
+            while not looked.exists():
+                time.sleep(0.01)
         else:
-            # It looks for the outcome when rank 0 may have ended.
-            group_store._FIRST_POLL_S = timeouts.WAIT_LONGEST_POLL_S = 1.5
+            group_store.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=look_late)
 
 client.load({"s": Last()}, checkpoint_id=os.environ["PLACE"])
 os._exit(0)
@@ -487,5 +492,6 @@ os._exit(0)
 
 def test_a_program_may_end_with_its_load(tmp_path: Path) -> None:
     dcp.save({"s": {"v": torch.ones(1)}}, checkpoint_id=tmp_path / "a", no_dist=True)
-    with start_ranks(LOADS_AND_ENDS, 2, {"PLACE": str(tmp_path / "a")}, torchrun=False) as ranks:
+    environment = {"PLACE": str(tmp_path / "a"), "LOOKED": str(tmp_path / "looked")}
+    with start_ranks(LOADS_AND_ENDS, 2, environment, torchrun=False) as ranks:
         ranks.wait(BOUND_S).check()

@@ -268,13 +268,15 @@ def test_an_abort_stops_the_streams_and_fails_the_handle(
     assert not sidecar.asked(sidecar_pb2.FailRequest)
 
 
+def bytes_changed(_: Any) -> None:
+    """A sidecar's answer."""
+    raise IntegrityError("bytes changed")
+
+
 def test_a_file_that_cannot_be_sent_ends_the_save_on_all_ranks(
     session: SidecarClient, sidecar: ScriptedSidecar
 ) -> None:
-    def refuse(_: Any) -> None:
-        raise IntegrityError("bytes changed")
-
-    sidecar.on["Write"] = refuse
+    sidecar.on["Write"] = bytes_changed
     saving = begin(session)
     carry(saving)
     with pytest.raises(SaveAbortedError, match="bytes changed"):
@@ -289,10 +291,7 @@ def test_what_may_be_ingested_is_in_doubt_without_a_decision(
     monkeypatch.setattr(timeouts, "ABORT_S", 0.2)
     monkeypatch.setattr(sidecar, "abort", lambda *_: None)
 
-    def refuse(_: Any) -> None:
-        raise IntegrityError("bytes changed")
-
-    sidecar.on["HandOver"] = refuse
+    sidecar.on["HandOver"] = bytes_changed
     saving = begin(session)
     carry(saving)
     with pytest.raises(InDoubtError, match="bytes changed") as raised:
@@ -310,10 +309,7 @@ def test_what_was_not_handed_over_is_aborted_without_a_decision(
     monkeypatch.setattr(timeouts, "CAUSES_S", 0.2)
     monkeypatch.setattr(sidecar, "abort", lambda *_: None)
 
-    def refuse(_: Any) -> None:
-        raise IntegrityError("bytes changed")
-
-    sidecar.on["Write"] = refuse
+    sidecar.on["Write"] = bytes_changed
     saving = begin(session)
     carry(saving)
     with pytest.raises(SaveAbortedError, match=r"can't be committed.*bytes changed") as raised:
@@ -533,7 +529,7 @@ def test_what_is_ingested_is_all_of_it_before_the_hand_over_is_answered(
     saving = begin(session)
     sidecar.wait_for(lambda: bool(sidecar.asked(sidecar_pb2.HandOverRequest)))
     # As if it were mapped.
-    engine().post(lambda: saving._show(bytes_ingested=0))
+    engine().post(lambda: saving._handle_end.show(bytes_ingested=0))
     rank = save_pb2.RankStatus(rank=CONTEXT.rank, phase=save_pb2.RANK_PHASE_INGESTED)
     update = save_pb2.SaveStatus(
         save=CONTEXT.save, state=save_pb2.SAVE_STATE_INGESTED, attempt=ATTEMPT, ranks=[rank]
