@@ -115,9 +115,9 @@ def leaves_nothing_behind() -> Iterator[None]:
 def leaves_no_default_client() -> Iterator[None]:
     """The client of the module-level functions: the next file's would save through daemons that are gone."""
     yield
-    module = sys.modules.get("pannier.client.default_factory")
+    module = sys.modules.get("pannier.client.default")
     if module is not None and module._default is not None:
-        module.close_default(BOUND_S)
+        module.close(BOUND_S)
         pytest.fail("left open: the default client")
 
 

@@ -17,8 +17,7 @@ import torch.distributed.checkpoint as dcp
 from pannier.client import Client
 from pannier.client.config import load_settings
 from pannier.client.staging import pinned_memory
-from pannier.client.staging.arena import Arena
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.device_copy import CopyBackend, DeviceCopies
 from pannier.client.staging.optimizer_guard import Guards
 from pannier.client.staging.stager import Staged

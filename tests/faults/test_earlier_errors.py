@@ -43,7 +43,7 @@ def trainer() -> None:
             report.append([step, type(error).__name__, str(error), getattr(error, "__notes__", [])])
         if step in (3, 5) and rank == 0:
             # The other rank mostly gets the error at another step.
-            while client.default_client().save_factory.saves:
+            while client.default_client().saves:
                 dist.get_rank()
     try:
         client.wait_all()

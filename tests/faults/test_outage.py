@@ -96,7 +96,7 @@ def test_no_call_waits_for_storage_that_is_gone_for_longer_than_saves_live(
             assert isinstance(handle.exception(BOUND_S), PannierError)
             lost += 1
         # Its staging memory was given back before.
-        assert client.save_factory.saves.idle == IN_FLIGHT
+        assert client.saves.idle == IN_FLIGHT
     # No plan was asked for: each save went by the plan of the first one.
     assert "Plan" not in calls
     assert lost == 4 * IN_FLIGHT

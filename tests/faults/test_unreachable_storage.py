@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pannier.client import Client, SaveAbortedError
+from pannier.client import Client, SaveAbortedError, console
 from pannier.client.config import load_settings
-from pannier.client.messages import wait_log
 from pannier.common import timeouts
 from support.processes.daemons import Daemons
 from support.processes.stretch import BOUND_S
@@ -69,7 +68,7 @@ def test_a_first_save_says_soon_that_storage_can_not_be_reached(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(timeouts, "WAIT_WARNING_S", 3.0)
-    monkeypatch.setattr(wait_log, "_FACTOR", 1.5)
+    monkeypatch.setattr(console, "_FACTOR", 1.5)
     began = time.monotonic()
     with (
         caplog.at_level(logging.WARNING, "pannier"),
@@ -80,7 +79,7 @@ def test_a_first_save_says_soon_that_storage_can_not_be_reached(
     assert time.monotonic() - began < 2 * BOUND_S
     (failure,) = raised.value.failures.values()
     assert failure.kind == "STORAGE"
-    waits = [each.getMessage() for each in caplog.records if each.name == wait_log.__name__]
+    waits = [each.getMessage() for each in caplog.records if each.name == "pannier.client"]
     # The first may come before daemons that are just starting have found each other, the last while the save is aborted.
     waited = "async_save to gs://bucket/run/step-1 has waited "
     assert all(each.startswith(waited) for each in waits)

@@ -164,7 +164,9 @@ def test_a_device_that_fails_fails_that_save_alone(
             handle.staging_completion.result(0)
         training.step()
         expected = copied(training.state())
-        client.save(training.state(), checkpoint_id=tmp_path / "next", staging="overlapped")
+        client.async_save(
+            training.state(), checkpoint_id=tmp_path / "next", staging="overlapped"
+        ).result(BOUND_S)
     assert not (tmp_path / "broken" / ".metadata").exists()
     assert_saved(tmp_path / "next", expected)
 

@@ -479,7 +479,7 @@ def one_ranks_failure_is_everybodys_and_the_next_save_works() -> None:
     with pytest.raises(CheckpointException, match=r"rank 1 saves .*/here"):
         dcp.save(make_state(1), storage_writer=writer)
     if rank == 1:
-        client.default_client().save_factory.open_save(f"{root}/x", timeout_s=60)
+        client.default_client().open_save(f"{root}/x", timeout_s=60)
     writer = client.StorageWriter(f"{root}/again")
     with pytest.raises(CheckpointException, match=r"rank 1 joined another save than rank"):
         dcp.save(make_state(1), storage_writer=writer)

@@ -16,7 +16,7 @@ def _each_shard_crosses_once_per_save() -> None:
     from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
     from pannier import client
-    from pannier.client.planning import local_plan, stage_plan
+    from pannier.client.planning import local_plan, plan_cache
     from support.states.xla_states import GRID, HALF, ROWS, UNMARKED, WHOLE, Layout
 
     layout = Layout()
@@ -51,8 +51,8 @@ def _each_shard_crosses_once_per_save() -> None:
             assert crossed == expected, (planner, number, crossed, expected)
             if planner is None:
                 # From now on by the plan that is known: nothing is planned item by item.
-                stage_plan.PlannerRun = None
-        stage_plan.PlannerRun = local_plan.PlannerRun
+                plan_cache.PlannerRun = None
+        plan_cache.PlannerRun = local_plan.PlannerRun
 
 
 def _a_tensor_that_was_already_saved_elsewhere_does_not_cross() -> None:

@@ -1,46 +1,39 @@
 """The client: what a trainer calls.
 
-In: state dicts. Out: handles of saves in progress. Checks arguments;
-:mod:`pannier.client.save_factory` and :mod:`pannier.client.loading` do the work. Thread-safe; one
-per process is enough.
+In: state dicts. Out: handles of saves in progress. Checks arguments, and owns what its saves share: their numbers
+and staging memory (:mod:`pannier.client.saves`), the connections, and how they end. Thread-safe; one per process is
+enough.
 """
 
-import builtins
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from pannier.client import default_factory, options
+from pannier.client import console, fork_hooks, options
 from pannier.client.config import Settings, check_metrics, check_timeout, load_settings
-from pannier.client.dcp.storage_writer import StorageWriter
+from pannier.client.ending import Ending
 from pannier.client.handle import SaveHandle, SaveResult
-from pannier.client.loading import catalog
-from pannier.client.loading.filesystem import refuse_path
-from pannier.client.loading.load import load as load_checkpoint
 from pannier.client.loading.load import recent_seconds
-from pannier.client.loading.storage_reader import StorageReader
-from pannier.client.messages import wait_log
-from pannier.client.messages.call_errors import at_call
-from pannier.client.options import OnBusy, Staging
-from pannier.client.restore.load_report import LoadReporter
-from pannier.client.restore.load_result import LoadResult
-from pannier.client.restore.load_sharing import LoadSharing
-from pannier.client.resume.ingested_saves import IngestedSaves, ingested_of
-from pannier.client.resume.latest import find_latest
-from pannier.client.save_factory import SaveFactory
+from pannier.client.options import Destination, OnBusy, Staging
+from pannier.client.reading import Reader
 from pannier.client.saves.call import Options, SaveCall
+from pannier.client.saves.caller import Caller
+from pannier.client.saves.outcome import skipped
 from pannier.client.saves.save import Save
+from pannier.client.saves.saves import Saves, check_may_wait
 from pannier.client.staging.optimizer_guard import Guard, Guards
+from pannier.client.transport.membership import Memberships
 from pannier.client.transport.save_errors import has_plan_changed
+from pannier.client.transport.sidecar_client import SidecarClient
+from pannier.client.user_errors import at_call
 from pannier.common import save_interval
 from pannier.common.deadline import Deadline
 from pannier.common.save_interval import Advice
@@ -53,9 +46,10 @@ from pannier.wire.errors import (
 )
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
-class Client:
+class Client(Reader):
     """Saves and loads checkpoints of this process. A context manager: leaving it closes it.
 
     The sidecar is looked for (or started) by the first save, not here.
@@ -68,26 +62,21 @@ class Client:
     """
 
     def __init__(self, settings: Settings | None = None) -> None:
-        self._factory = SaveFactory(settings or load_settings())
-        self._guards = Guards()
-
-    @classmethod
-    def of(cls, factory: SaveFactory) -> "Client":
-        """A client that saves with ``factory``."""
-        client = cls.__new__(cls)
-        client._factory = factory
-        client._guards = Guards()
-        return client
-
-    @property
-    def settings(self) -> Settings:
+        self.settings = settings or load_settings()
         """As given, or from the environment."""
-        return self._factory.settings
-
-    @property
-    def save_factory(self) -> SaveFactory:
-        """Makes this client's saves; for :class:`pannier.client.StorageWriter`."""
-        return self._factory
+        self.saves = Saves(self.settings.max_in_flight, self._disconnect_unused)
+        """Those that have not ended; for this package."""
+        self.memberships = Memberships(self.settings, self._world_replaced)
+        """Its connections; for this package."""
+        self._ending = Ending(self.settings, self.saves, self.memberships)
+        self._caller = Caller(self.settings, self.saves, self._ending.check_open)
+        self._guards = Guards()
+        super().__init__(
+            lambda: self.settings,
+            self.raise_unretrieved,
+            lambda no_dist: self.memberships.of(no_dist).sidecar(),
+        )
+        fork_hooks.keep(self)
 
     # Saving.
 
@@ -168,7 +157,7 @@ class Client:
 
         After any other exception this save has ended on all ranks. Their next saves have equal numbers.
         """
-        if isinstance(storage_writer, StorageWriter):
+        if isinstance(storage_writer, Destination):
             process_group = storage_writer.process_group if process_group is None else process_group
             no_dist = no_dist or storage_writer.no_dist
             timeout = storage_writer.timeout if timeout is None else timeout
@@ -181,7 +170,7 @@ class Client:
         def run(save: Save) -> SaveHandle:
             nonlocal deadline, current
             current = save.call
-            self._factory.check_open()
+            self._ending.check_open()
             options.check_on_busy(on_busy)
             options.check_staging(staging)
             numbers = check_metrics(metrics)
@@ -189,12 +178,12 @@ class Client:
             replace = options.check_overwrite(overwrite)
             options.check_on_commit(on_commit)
             options.check_torch_only(async_checkpointer_type, async_stager, use_collectives)
-            path = options.checkpoint_path(_target(checkpoint_id, storage_writer))
+            path = options.checkpoint_path(options.target(checkpoint_id, storage_writer))
             seconds = self.settings.save_timeout if timeout is None else check_timeout(timeout)
             deadline = deadline or Deadline(seconds)
             chosen = Options(deadline, on_busy, numbers, replace, self.settings.plan_timeout)
             save.call.accept(path, chosen)
-            return self._factory.save(
+            return self._caller.save(
                 save,
                 state_dict,
                 planner,
@@ -203,24 +192,38 @@ class Client:
                 on_deferred=self._guards.add_copies,
             )
 
-        reported = _reported_target(checkpoint_id, storage_writer)
+        reported = options.reported_target(checkpoint_id, storage_writer)
         with self._raising_earlier():
             try:
-                handle = self._factory.run(process_group, no_dist, reported, run)
+                handle = self._numbered(process_group, no_dist, reported, run)
                 if on_commit is not None:
                     handle.add_commit_callback(on_commit)
             except SaveSkippedError as error:
-                skipped = None
+                quiet = None
                 if on_busy == "skip" and current is not None:
-                    skipped = self._factory.skipped_handle(current, error)
-                if skipped is None:
+                    quiet = _skipped_handle(current, error)
+                if quiet is None:
                     raise
-                handle = skipped
+                handle = quiet
         return handle
 
     @at_call
     def save(
-        self, state_dict: Mapping[str, Any], storage_writer: Any = None, **arguments: Any
+        self,
+        state_dict: Mapping[str, Any],
+        storage_writer: Any = None,
+        *,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        planner: SavePlanner | None = None,
+        process_group: Any = None,
+        no_dist: bool = False,
+        use_collectives: bool = True,
+        on_busy: OnBusy = "wait",
+        timeout: float | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
+        on_commit: Callable[[SaveResult], object] | None = None,
+        overwrite: bool | None = None,
     ) -> SaveResult:
         """:meth:`async_save`, waiting until the checkpoint is committed.
 
@@ -228,32 +231,41 @@ class Client:
         checkpoint with them, the save is planned again, on all ranks.
         """
         began = time.monotonic()
+
+        def once(timeout: float | None) -> SaveResult:
+            handle = self.async_save(
+                state_dict,
+                storage_writer,
+                checkpoint_id=checkpoint_id,
+                planner=planner,
+                process_group=process_group,
+                no_dist=no_dist,
+                use_collectives=use_collectives,
+                on_busy=on_busy,
+                timeout=timeout,
+                metrics=metrics,
+                extra_files=extra_files,
+                on_commit=on_commit,
+                overwrite=overwrite,
+            )
+            target = handle.status().checkpoint_id
+            with console.logged(
+                f"save to {target}",
+                lambda: handle.status().waiting_on,
+                of=("save", target),
+                why=save_pb2.WAIT_REASON_COMMIT,
+            ):
+                return handle.result()
+
         with self._raising_earlier():
             try:
-                result = self._save_once(state_dict, storage_writer, arguments)
+                return once(timeout)
             except SaveAbortedError as error:
-                if not has_plan_changed(error):
+                left_s = None if timeout is None else timeout - (time.monotonic() - began)
+                if not has_plan_changed(error) or (left_s is not None and left_s <= 0):
                     raise
-                if arguments.get("timeout") is not None:
-                    arguments["timeout"] -= time.monotonic() - began
-                    if arguments["timeout"] <= 0:
-                        raise
                 _log.warning("%s; all ranks plan it again now", error)
-                result = self._save_once(state_dict, storage_writer, arguments)
-        return result
-
-    def _save_once(
-        self, state_dict: Mapping[str, Any], storage_writer: Any, arguments: Mapping[str, Any]
-    ) -> SaveResult:
-        handle = self.async_save(state_dict, storage_writer, **arguments)
-        checkpoint_id = handle.status().checkpoint_id
-        with wait_log.logged(
-            f"save to {checkpoint_id}",
-            lambda: handle.status().waiting_on,
-            of=("save", checkpoint_id),
-            why=save_pb2.WAIT_REASON_COMMIT,
-        ):
-            return handle.result()
+            return once(left_s)
 
     @at_call
     def prepare(
@@ -279,13 +291,13 @@ class Client:
         """
 
         def run(save: Save) -> None:
-            self._factory.check_open()
+            self._ending.check_open()
             save.call.accept(options.prepared_path(checkpoint_root), Options(Deadline()))
-            self._factory.prepare(save.call, state_dict, planner)
+            self._caller.prepare(save.call, state_dict, planner)
 
-        reported = _reported_target(checkpoint_root, None)
+        reported = options.reported_path(checkpoint_root)
         with self._raising_earlier():
-            self._factory.run(process_group, no_dist, reported, run)
+            self._numbered(process_group, no_dist, reported, run)
 
     @at_call
     def guard(self, optimizer: torch.optim.Optimizer, *, wait: bool = True) -> Guard:
@@ -322,66 +334,43 @@ class Client:
             DeadlineError: some have not after ``timeout`` seconds; names them.
             PannierError: one failed and its error was not retrieved.
         """
-        with wait_log.logged(
+        with console.logged(
             "wait_all",
-            self._factory.saves.__str__,
+            self.saves.__str__,
             of=("wait_all", ""),
             why=save_pb2.WAIT_REASON_COMMIT,
         ):
-            self._factory.saves.wait(timeout)
-        self._factory.saves.errors.raise_all()
+            self.saves.wait(timeout)
+        self.saves.errors.raise_all()
 
     @at_call
     def advice(self, *, mtbf: float | timedelta | None = None) -> Advice | None:
-        """What saves cost, and how often to save. See :func:`pannier.client.advice`."""
+        """What saves cost, and how often to save; None before the first commit.
+
+        Computed from this process's last 20 committed saves (of its largest group, where several groups of
+        ranks save) and its last 20 loads. ``str()`` of the advice is one line. The interval is the one that
+        loses the least time by the estimate of Young (1974) and Daly (2006);
+        :mod:`pannier.common.save_interval` has the model. No other rank is asked, so that ranks may get
+        different advice: a loop must follow that of one rank. Unlike other calls, this one raises no
+        unretrieved errors.
+
+        The cost of a save is how long ``async_save`` kept the training loop on the slowest rank
+        (:func:`save` also waits for the commit). Not measured and not counted: slower steps while a save is
+        in flight, an optimizer's wait for an overlapped copy, and the time until a failure is noticed and
+        processes are started again. Saves by :class:`StorageWriter` aren't counted. Without any load, a
+        restore is assumed to take as long as a save takes until it is durable.
+
+        Args:
+            mtbf: mean time between failures of the whole job, seconds or a timedelta; for example 45 hours
+                for 16 hosts that each fail once in 30 days. None: only the costs are returned.
+
+        Raises:
+            InvalidRequestError: ``mtbf`` is below a second, or not finite.
+        """
         mtbf_s = mtbf.total_seconds() if isinstance(mtbf, timedelta) else mtbf
         if not isinstance(mtbf_s, float | int | None):
             raise InvalidRequestError(f"mtbf={mtbf!r}: give seconds or a timedelta")
-        return save_interval.advise(self._factory.saves.costs.recent(), recent_seconds(), mtbf_s)
-
-    # Reading.
-
-    # Reading raises unretrieved errors, too; a load raises them on all ranks.
-
-    def load(
-        self,
-        state_dict: dict[str, Any],
-        storage_reader: StorageReader | None = None,
-        **arguments: Any,
-    ) -> LoadResult:
-        """Loads a checkpoint into ``state_dict``. See :func:`pannier.client.load`."""
-        return load_checkpoint(
-            state_dict,
-            storage_reader,
-            raise_unretrieved=self._factory.saves.errors.raise_all,
-            sharing=LoadSharing(lambda: self.settings),
-            reporting=LoadReporter(lambda: self.settings).reporting,
-            finish_ingested=self._ingested(arguments).finish_one,
-            **arguments,
-        )
-
-    def _ingested(self, arguments: Mapping[str, Any]) -> IngestedSaves:
-        return ingested_of(
-            lambda: self._factory,
-            lambda: self.settings,
-            no_dist=bool(arguments.get("no_dist", False)),
-        )
-
-    def latest(self, root: str | os.PathLike[str], **arguments: Any) -> str | None:
-        """The newest checkpoint below ``root``. See :func:`pannier.client.latest`."""
-        return find_latest(
-            root,
-            before=self._factory.saves.errors.raise_all,
-            ingested=self._ingested(arguments),
-            **arguments,
-        )
-
-    def list(
-        self, root: str | os.PathLike[str], **arguments: Any
-    ) -> builtins.list[catalog.CheckpointInfo]:
-        """The checkpoints below ``root``. See :func:`pannier.client.list`."""
-        self._factory.saves.errors.raise_all()
-        return catalog.list_checkpoints(root, **arguments)
+        return save_interval.advise(self.saves.costs.recent(), recent_seconds(), mtbf_s)
 
     # Ending.
 
@@ -407,7 +396,17 @@ class Client:
             DeadlineError: some are not ingested after ``timeout`` seconds; names them. They continue
                 as long as the process does, and another ``close()`` waits for them again.
         """
-        self._factory.close(timeout)
+        self._ending.close(timeout)
+
+    @property
+    def is_own_process(self) -> bool:
+        """False in a process forked from the one that made this."""
+        return self._ending.is_own_process
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` has waited for everything."""
+        return self._ending.is_closed
 
     def __enter__(self) -> "Client":
         return self
@@ -427,59 +426,63 @@ class Client:
             # The block's own error is raised; this one is logged.
             _log.error("while leaving after %s: %s", type(error).__name__, later)
 
+    # For this package.
+
+    def raise_unretrieved(self) -> None:
+        """Raises errors of saves that were not retrieved."""
+        self.saves.errors.raise_all()
+
+    def open_save(
+        self,
+        checkpoint_id: str,
+        process_group: Any = None,
+        no_dist: bool = False,
+        *,
+        timeout_s: float,
+        overwrite: bool | None = None,
+    ) -> tuple[SidecarClient, Save]:
+        """Takes the next number of a group, for a save whose global plan torch makes.
+
+        Raises:
+            InvalidRequestError: this rank is not in the group, or the id is not valid.
+        """
+
+        def run(save: Save) -> tuple[SidecarClient, Save]:
+            self._ending.check_open()
+            chosen = Options(Deadline(timeout_s), overwrite=overwrite, counts=False)
+            save.call.accept(options.checkpoint_path(checkpoint_id), chosen)
+            return save.call.member.sidecar(), save
+
+        return self._numbered(process_group, no_dist, options.reported_path(checkpoint_id), run)
+
+    def _numbered(
+        self, process_group: Any, no_dist: bool, checkpoint_id: str, body: Callable[[Save], _T]
+    ) -> _T:
+        """Runs ``body`` as the group's next save; see :meth:`Caller.numbered`."""
+        check_may_wait("a save")
+        member, group = self.memberships.of_save(process_group, no_dist)
+        return self._caller.numbered(member, group, checkpoint_id, body)
+
+    def _disconnect_unused(self) -> None:
+        self._ending.disconnect_unused()
+
+    def _world_replaced(self) -> None:
+        self._caller.forget_plans()
+        self._ending.disconnect_unused()
+
     def _raising_earlier(self) -> AbstractContextManager[None]:
         """Raises unretrieved errors of earlier saves, once the block has saved.
 
         Raised before, they would end that save, too: on all ranks, since the others take part in it.
         """
-        return self._factory.saves.errors.deferred(
+        return self.saves.errors.deferred(
             "raised by a later call, whose own save is made all the same: wait_all() waits for it"
         )
 
 
-def _target(checkpoint_id: Any, writer: Any) -> Any:
-    """The checkpoint id, the storage writer's if it isn't given. Raises InvalidRequestError."""
-    if writer is None:
-        return checkpoint_id
-    refuse_path("storage_writer", writer)
-    if not isinstance(writer, StorageWriter):
-        raise InvalidRequestError(
-            f"storage_writer={type(writer).__name__}: Pannier's own writes the checkpoint; give "
-            "checkpoint_id, or pannier.client.StorageWriter"
-        )
-    return writer.checkpoint_id if checkpoint_id is None else checkpoint_id
-
-
-def _reported_target(checkpoint_id: Any, writer: Any) -> str:
-    try:
-        return options.reported_path(_target(checkpoint_id, writer))
-    except InvalidRequestError:
-        return str(checkpoint_id)
-
-
-# The process's default client.
-
-_default: Client | None = None
-_default_lock = threading.Lock()
-
-
-def default_client() -> Client:
-    """The client that the module's functions use; made when it is first needed."""
-    global _default
-    factory = default_factory.default_factory()
-    with _default_lock:
-        if _default is None or _default.save_factory is not factory:
-            _default = Client.of(factory)
-        return _default
-
-
-@at_call
-def close(timeout: float | None = None) -> None:
-    """Closes the default client; once it is closed, the next use makes a new one.
-
-    See :meth:`Client.close`.
-    """
-    global _default
-    with _default_lock:
-        _default = None
-    default_factory.close_default(timeout)
+def _skipped_handle(call: SaveCall, error: SaveSkippedError) -> SaveHandle | None:
+    """A handle that raises ``error``; None: the call's arguments were not accepted."""
+    if not call.is_accepted:
+        return None
+    context = call.context(call.member.sidecar())
+    return skipped(call.text, context.checkpoint_id, error)

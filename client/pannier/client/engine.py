@@ -73,7 +73,7 @@ class Engine:
         # Not the policy's: the program may have set another one for its own loops.
         self.loop = asyncio.SelectorEventLoop()
         self._freed: queue.SimpleQueue[weakref.ref[Any]] = queue.SimpleQueue()
-        self._on_freed: dict[weakref.ref[Any], Callable[[], object]] = {}
+        self._on_freed: dict[weakref.ref[Any], Callable[[], Coroutine[Any, Any, object]]] = {}
         self._watches_freed = False
         self.running: set[Work] = set()
         """The loop itself references its tasks weakly."""
@@ -176,22 +176,23 @@ class Engine:
 
         return self.start(run)
 
-    def at_end_of_call(self, function: Callable[[], object]) -> object:
-        """Runs ``function`` in a worker thread, within about a second of the end of the calling function.
+    def at_end_of_call(self, work: Callable[[], Coroutine[Any, Any, object]]) -> object:
+        """Runs ``work()`` on the loop, within about a second of the end of the calling function.
 
         A signal handler may raise a second time, in the ``except`` block that cleans up, and so cut the
         clean-up short. The callback of the weak reference is a queue's method in C, which no handler can
         interrupt.
 
         Args:
-            function: idempotent, since the call may have cleaned up itself.
+            work: idempotent, since the call may have cleaned up itself.
 
         Returns:
             What the call references until its end: a local variable of its own.
         """
         frame = _Frame()
-        self.post(self._watch_freed)
-        self._on_freed[weakref.ref(frame, self._freed.put)] = function
+        if not self._watches_freed:
+            self.post(self._watch_freed)
+        self._on_freed[weakref.ref(frame, self._freed.put)] = work
         return frame
 
     def _watch_freed(self) -> None:
@@ -203,9 +204,9 @@ class Engine:
         while True:
             await asyncio.sleep(timeouts.FREED_CHECK_S)
             while not self._freed.empty():
-                function = self._on_freed.pop(self._freed.get(), None)
-                if function is not None:
-                    self.start(partial(self.in_thread, function))
+                work = self._on_freed.pop(self._freed.get(), None)
+                if work is not None:
+                    self.start(work)
 
 
 class _Frame:
@@ -247,7 +248,6 @@ class Timer:
         self._delay_s = delay_s
         self._due = time.monotonic() + delay_s
         self._function: Callable[[], object] | None = function
-        self._handle: asyncio.TimerHandle | None = None
 
     def renew(self) -> None:
         """Starts the delay again."""
@@ -256,21 +256,16 @@ class Timer:
     def cancel(self) -> None:
         """The function won't run, unless it is running already; it is no longer referenced."""
         self._function = None
-        self._engine.post(self._forget)
 
     def wait(self) -> None:
         """Waits for the rest of the delay, then calls the function, once. On the loop."""
         left_s = self._due - time.monotonic()
         if self._function is not None and left_s > 0:
-            self._handle = self._engine.loop.call_later(left_s, self.wait)
+            self._engine.loop.call_later(left_s, self.wait)
             return
         function, self._function = self._function, None
         if function is not None:
             function()
-
-    def _forget(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
 
 
 async def side_by_side(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:

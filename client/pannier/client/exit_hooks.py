@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Closing(Protocol):
-    """See :class:`pannier.client.save_factory.SaveFactory`."""
+    """See :class:`pannier.client.ending.Ending`."""
 
     def send_at_exit(self) -> None:
         """The program has ended, but for threads of its own."""

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from pannier.client.config import check_metrics, check_timeout
+from pannier.client.loading.filesystem import refuse_path
 from pannier.common.locations import absolute, parse
 from pannier.wire import limits, object_names
 from pannier.wire.errors import InvalidRequestError
@@ -108,3 +110,96 @@ def check_torch_only(kind: Any, stager: Any, use_collectives: bool) -> None:
             "use_collectives=False writes a checkpoint per rank; Pannier needs no collectives "
             "anyway: leave it out, or give no_dist=True and a checkpoint_id per rank"
         )
+
+
+class Destination:
+    """Where a :class:`pannier.client.StorageWriter` saves, and how; its attributes."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        process_group: Any = None,
+        no_dist: bool = False,
+        timeout: float | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
+        overwrite: bool | None = None,
+    ) -> None:
+        self._overwrite = check_overwrite(overwrite)
+        self._checkpoint_id = checkpoint_path(path)
+        self._process_group = process_group
+        self._no_dist = no_dist
+        self._timeout = None if timeout is None else check_timeout(timeout)
+        self.metrics = metrics
+        self.extra_files = extra_files
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The directory that is written: an absolute path or a URL."""
+        return self._checkpoint_id
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks that save together; None: all."""
+        return self._process_group
+
+    @property
+    def no_dist(self) -> bool:
+        """Whether this process saves by itself."""
+        return self._no_dist
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds until a save must be committed; None: the client's ``save_timeout``."""
+        return self._timeout
+
+    @property
+    def overwrite(self) -> bool | None:
+        """Whether a checkpoint is replaced; None: one of this job."""
+        return self._overwrite
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers by name that go with the saves from now on; set them again before the next one.
+
+        Setting raises InvalidRequestError naming what is no number.
+        """
+        return self._metrics
+
+    @metrics.setter
+    def metrics(self, metrics: Mapping[str, Any] | None) -> None:
+        self._metrics = check_metrics(metrics)
+
+    @property
+    def extra_files(self) -> Mapping[str, bytes]:
+        """Small files by name that go with the saves from now on; set them again before the next one.
+
+        Setting raises InvalidRequestError naming what can't be added.
+        """
+        return self._extra_files
+
+    @extra_files.setter
+    def extra_files(self, files: Mapping[str, bytes] | None) -> None:
+        self._extra_files = check_extra_files(files)
+
+
+def target(checkpoint_id: Any, writer: Any) -> Any:
+    """The checkpoint id, the storage writer's if it isn't given. Raises InvalidRequestError."""
+    if writer is None:
+        return checkpoint_id
+    refuse_path("storage_writer", writer)
+    if not isinstance(writer, Destination):
+        raise InvalidRequestError(
+            f"storage_writer={type(writer).__name__}: Pannier's own writes the checkpoint; give "
+            "checkpoint_id, or pannier.client.StorageWriter"
+        )
+    return writer.checkpoint_id if checkpoint_id is None else checkpoint_id
+
+
+def reported_target(checkpoint_id: Any, writer: Any) -> str:
+    """The same, valid or not, as it is reported to the other ranks."""
+    try:
+        return reported_path(target(checkpoint_id, writer))
+    except InvalidRequestError:
+        return str(checkpoint_id)

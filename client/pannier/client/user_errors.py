@@ -2,15 +2,23 @@
 
 In: what a planner, a ``state_dict()``, a pickled object or a copy from a device raised. Out: the
 same exception, with notes where it happened and which save it ended; its description for the
-other ranks; and, for a handle, a copy that references no frame. Pure functions.
+other ranks; and, for a handle, a copy that references no frame. Of Pannier's own errors, tracebacks that end at the
+user's call; their inner frames and causes are logged at level DEBUG. No state; any thread.
 """
 
 import copy
+import functools
+import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import ParamSpec, TypeVar
 
-from pannier.wire.errors import PannierError
+from pannier.wire.errors import LoadError, PannierError
+
+_log = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def add_note(error: BaseException, text: str) -> None:
@@ -65,3 +73,32 @@ def clear_frames(error: BaseException) -> None:
         if each is not None:
             traceback.clear_frames(each.__traceback__)
             chain += [one for one in (each.__cause__, each.__context__) if one not in chain]
+
+
+def at_call(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Wraps ``function``, so that tracebacks of its PannierErrors end at the call."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return function(*args, **kwargs)
+        except PannierError as error:
+            _log.debug("%s failed", function.__qualname__, exc_info=True)
+            shown = error
+        try:
+            # Outside the except block, whose exception would become the context. One that the caller is
+            # handling still becomes it.
+            raise _without_inner_frames(shown)
+        finally:
+            # Its traceback holds this frame.
+            del shown
+
+    return call
+
+
+def _without_inner_frames(error: PannierError) -> PannierError:
+    cause = error.__cause__ if isinstance(error, LoadError) else None
+    error.__cause__ = None if isinstance(cause, PannierError) else cause
+    error.__suppress_context__ = error.__cause__ is not None
+    error.__context__ = None
+    return error.with_traceback(None)

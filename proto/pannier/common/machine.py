@@ -1,17 +1,28 @@
-"""This machine and its processes, as the kernel shows them.
+"""This machine and its processes, as the kernel shows them, and the cloud that it is in.
 
-In: nothing, or a process number. Out: ids that are equal for processes of one kernel, when a process started,
-and whether it has ended. No state; thread-safe.
+In: nothing, a process number, or environment variables. Out: ids that are equal for processes of one kernel, when a
+process started, and whether it has ended; whether credentials come late here. No state; thread-safe.
 """
 
 import os
 import socket
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _CLOCK_S: Final = 0.05
 """Rounding of two times on one machine: the kernel gives a process's start in ticks of mostly 10 ms."""
+_VARIABLES: Final = (
+    "KUBERNETES_SERVICE_HOST",
+    "GCE_METADATA_HOST",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+)
+"""Set where a metadata server has the credentials."""
+_VENDOR: Final = Path("/sys/class/dmi/id/sys_vendor")
+_VENDORS: Final = ("Google", "Amazon EC2")
 
 
 def boot_id() -> str:
@@ -51,6 +62,20 @@ def process_state(pid: int, started_s: float) -> str:
     if fields[0] in (b"Z", b"X") or abs(_started_s(fields) - started_s) > _CLOCK_S:
         return "ended"
     return "stopped" if fields[0] in (b"T", b"t") else ""
+
+
+def credentials_may_be_late(environment: Mapping[str, str]) -> bool:
+    """Whether credentials that weren't found may be there within seconds, from a metadata server.
+
+    GKE's serves no sooner than some seconds after a pod has started: requests are refused or get 503
+    (https://cloud.google.com/kubernetes-engine/docs/how-to/workload-identity#limitations). EKS Pod Identity's
+    agent may be as late. So "no credentials" isn't final there at first.
+    """
+    if any(environment.get(name) for name in _VARIABLES):
+        return True
+    with suppress(OSError):
+        return _VENDOR.read_text().strip() in _VENDORS
+    return False
 
 
 def _stat(pid: int) -> list[bytes]:

@@ -268,8 +268,16 @@ class MappedFile(_message.Message):
     stamp: bytes
     def __init__(self, name: _Optional[str] = ..., spool_file: _Optional[str] = ..., stamp: _Optional[bytes] = ...) -> None: ...
 
+class InlinedFile(_message.Message):
+    __slots__ = ("name", "data")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    data: bytes
+    def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class HandOverRequest(_message.Message):
-    __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped", "stalled_s", "metrics", "claim", "extra_files", "save_timeout_s")
+    __slots__ = ("context", "attempt", "plan_id", "files", "varying", "mapped", "stalled_s", "metrics", "claim", "extra_files", "inlined", "save_timeout_s")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +295,7 @@ class HandOverRequest(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FILES_FIELD_NUMBER: _ClassVar[int]
+    INLINED_FIELD_NUMBER: _ClassVar[int]
     SAVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     context: SaveContext
     attempt: str
@@ -298,8 +307,9 @@ class HandOverRequest(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     claim: CachedPlanClaim
     extra_files: _containers.RepeatedCompositeFieldContainer[_records_pb2.ExtraFile]
+    inlined: _containers.RepeatedCompositeFieldContainer[InlinedFile]
     save_timeout_s: float
-    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ..., mapped: _Optional[_Iterable[_Union[MappedFile, _Mapping]]] = ..., stalled_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., claim: _Optional[_Union[CachedPlanClaim, _Mapping]] = ..., extra_files: _Optional[_Iterable[_Union[_records_pb2.ExtraFile, _Mapping]]] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[SaveContext, _Mapping]] = ..., attempt: _Optional[str] = ..., plan_id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_records_pb2.DataFile, _Mapping]]] = ..., varying: _Optional[_Iterable[_Union[_records_pb2.VaryingItem, _Mapping]]] = ..., mapped: _Optional[_Iterable[_Union[MappedFile, _Mapping]]] = ..., stalled_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., claim: _Optional[_Union[CachedPlanClaim, _Mapping]] = ..., extra_files: _Optional[_Iterable[_Union[_records_pb2.ExtraFile, _Mapping]]] = ..., inlined: _Optional[_Iterable[_Union[InlinedFile, _Mapping]]] = ..., save_timeout_s: _Optional[float] = ...) -> None: ...
 
 class HandOverResponse(_message.Message):
     __slots__ = ()

@@ -46,6 +46,8 @@ MAX_EXTRA_FILES: Final = 256
 """Extra files of one rank in one save."""
 MAX_EXTRA_BYTES: Final = 32 << 20
 """Bytes of one rank's extra files together."""
+MAX_INLINED_BYTES: Final = 1 << 20
+"""Bytes of one rank's files that come with its hand-over, together."""
 MAX_METRICS: Final = 64
 """Metrics of one save."""
 MAX_SPOOL_FILES: Final = 1 << 14
@@ -193,6 +195,9 @@ def check_hand_over(request: sidecar_pb2.HandOverRequest) -> None:
     _at_most(len(request.files), MAX_FILES, "data files of a rank")
     _at_most(len(request.varying), MAX_ITEMS, "items of a rank's plan")
     _at_most(len(request.mapped), MAX_FILES, "mapped files of a rank")
+    _at_most(len(request.inlined), MAX_FILES, "inlined files of a rank")
+    size = sum(len(file.data) for file in request.inlined)
+    _at_most(size, MAX_INLINED_BYTES, "bytes of inlined files of a rank")
     check_metrics(request.metrics)
     check_words(attempt=request.attempt, plan_id=request.plan_id)
     check_seconds(save_timeout_s=request.save_timeout_s)

@@ -19,6 +19,7 @@ from pannier.storage import check_allowed_in_time, check_shared
 from pannier.storage.io_threads import reservation_threads
 from pannier.v1 import plan_pb2, records_pb2, save_pb2, sidecar_pb2
 from pannier.wire import limits, object_names
+from pannier.wire.chunk_codec import ReceivedChunk
 from pannier.wire.errors import (
     BusyError,
     ConfigurationError,
@@ -28,6 +29,7 @@ from pannier.wire.errors import (
     PannierError,
     UnavailableError,
 )
+from pannier.wire.failures import failure_kind
 from pannier.wire.file_layout import STAMP_BYTES
 
 
@@ -193,6 +195,7 @@ class Ingest:
             self._saves.set_stall(rank, limits.age(request.stalled_s))
             self._saves.limit_time(rank, 0, request.save_timeout_s)
             await self._take_mapped(request, rank)
+            await self._take_inlined(request, rank)
             receipt = _receipt(request, rank)
             limits.check_extra_files(receipt)
             self._check_files(rank, receipt)
@@ -307,6 +310,45 @@ class Ingest:
                 self._saves.fail(rank, kind, str(error))
                 raise
             self._saves.record_arrival(rank)
+
+    async def _take_inlined(self, request: sidecar_pb2.HandOverRequest, rank: RankSave) -> None:
+        """Puts the files that come with the request into the spool, unless an earlier request did.
+
+        Raises:
+            BusyError: the spool has no room now.
+            InvalidRequestError, IntegrityError: a file isn't what was announced; the save has failed.
+        """
+        announced = {file.name: file for file in request.files}
+        for inlined in request.inlined:
+            object_names.check_data_file(inlined.name, request.attempt, rank.rank)
+            label = f"{inlined.name} of {rank.label}"
+            if inlined.name not in announced:
+                raise InvalidRequestError(f"{label} is inlined but isn't handed over")
+            header = sidecar_pb2.FileHeader(
+                attempt=request.attempt, name=inlined.name, size=len(inlined.data)
+            )
+            file = rank.files.get(inlined.name)
+            self._check_size(header, rank, file, label)
+            if file is None:
+                _check_file_count(rank, label)
+                file = await self._add_file(rank, header, await self._take(rank, header.size))
+            if file.complete:
+                continue
+            writer = object()
+            held = await file.begin(writer, lambda: None)
+            if held:
+                raise InvalidRequestError(
+                    f"{label} is inlined, but {held} bytes of it were streamed"
+                )
+            crc = announced[inlined.name].crc32c
+            try:
+                await file.append(writer, ReceivedChunk(0, crc, memoryview(inlined.data)))
+            except (InvalidRequestError, IntegrityError) as error:
+                self._saves.fail(rank, failure_kind(error), str(error))
+                raise
+            finally:
+                file.end(writer)
+            await self.record_progress(rank, file)
 
     def _check_size(
         self,

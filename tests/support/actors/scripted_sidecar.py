@@ -216,7 +216,12 @@ class ScriptedSidecar(sidecar_pb2_grpc.SidecarServicer):
         self, request: sidecar_pb2.HandOverRequest, context: grpc.ServicerContext
     ) -> sidecar_pb2.HandOverResponse:
         self._take("HandOver", request, context)
+        for inlined in request.inlined:
+            self.files[inlined.name] = Spool(len(inlined.data), bytearray(inlined.data))
+        mapped = {file.name for file in request.mapped}
         for file in request.files:
+            if file.name in mapped:
+                continue
             held = bytes(self.files[file.name].data)
             assert (len(held), crc32c.crc32c(held)) == (file.size, file.crc32c), file.name
         if request.HasField("claim") and self.confirm:

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from pannier.client import torch_compat
 from pannier.client.planning.local_plan import PlannerRun, expand
-from pannier.client.staging.arena import Arena
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.layout import planned_layout
 from pannier.client.staging.stager import Staged, stage

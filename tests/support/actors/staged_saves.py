@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from pannier.client import torch_compat
 from pannier.client.planning.local_plan import PlannerRun, expand
-from pannier.client.planning.plan_cache import PlanCache, PlanScope
-from pannier.client.planning.stage_plan import SaveSpec, resolve_plan
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.planning.plan_cache import PlanCache, PlanScope, SaveSpec, resolve_plan
+from pannier.client.staging.arena import ArenaPool
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.stager import Staged
 from pannier.v1 import plan_pb2

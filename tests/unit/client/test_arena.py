@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pannier.client.staging import arena as arena_module
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.arena import ArenaPool
 from pannier.wire.errors import PannierError
 
 MIB = 1 << 20

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pannier.client.staging.arena import AnonymousMapping, Arena, MemoryMapping
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.arena import AnonymousMapping, Arena, ArenaPool, MemoryMapping
 from pannier.wire.errors import BusyError
 
 SIZES = [2 << 20, 4096]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pannier.client.messages.call_errors import at_call
 from pannier.client.ranks.load_error import LoadError
+from pannier.client.user_errors import at_call
 from pannier.wire.errors import PannierError, StorageError
 
 

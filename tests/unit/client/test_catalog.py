@@ -7,9 +7,9 @@ from typing import Any
 import fsspec
 import pytest
 
+from pannier.client import latest
 from pannier.client.loading import catalog
 from pannier.client.loading.filesystem import Stat, StorageDir
-from pannier.client.resume.latest import latest
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
 from pannier.wire.errors import IntegrityError, InvalidRequestError, PannierError, StorageError
@@ -364,7 +364,7 @@ def ranks_learn_it_from_the_first() -> None:
     import pytest
     import torch.distributed as dist
 
-    from pannier.client.resume.latest import latest
+    from pannier.client import latest
     from pannier.wire.errors import InvalidRequestError
 
     rank, root = dist.get_rank(), Path(os.environ["ROOT"]) / "several"
@@ -399,8 +399,9 @@ def a_failure_of_the_first_rank_is_raised_on_all() -> None:
     import pytest
     import torch.distributed as dist
 
+    from pannier.client import latest
     from pannier.client.loading.filesystem import StorageDir
-    from pannier.client.resume.latest import find_latest, latest
+    from pannier.client.resume.latest import find_latest
     from pannier.wire.errors import InvalidRequestError, PannierError, StorageError
 
     def fail(self: StorageDir) -> None:
@@ -450,7 +451,7 @@ def no_rank_waits_longer_than_its_time_out() -> None:
     import pytest
     import torch.distributed as dist
 
-    from pannier.client.resume.latest import latest
+    from pannier.client import latest
     from pannier.wire.errors import DeadlineError
 
     began = time.monotonic()

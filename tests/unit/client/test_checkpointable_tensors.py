@@ -14,7 +14,7 @@ from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.planning import state_fingerprint
 from pannier.client.planning.state_fingerprint import fingerprint
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.arena import ArenaPool
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import InvalidRequestError, PannierError
 from pannier.wire.plan_columns import decode_column
@@ -136,7 +136,7 @@ def test_the_same_offsets_need_no_planner(
     client: Client, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.save({"w": part(2)}, checkpoint_id="/x/1")
-    monkeypatch.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
+    monkeypatch.setattr("pannier.client.planning.plan_cache.PlannerRun", None)
     client.save({"w": part(2, 5.0)}, checkpoint_id="/x/2")
     (given,) = sidecar.asked(sidecar_pb2.PlanRequest)
     assert decode_column(given.plan.items.size) == [8, 3]

@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import pannier.client as client_package
-from pannier.client import client as api
-from pannier.client import default_factory
+from pannier.client import default as process
 from pannier.client.client import Client
 from pannier.client.config import Settings
 from pannier.client.dcp.storage_writer import StorageWriter
@@ -193,7 +192,7 @@ def test_arenas_are_used_again(client: Client) -> None:
     kept = []
     for step in range(3):
         client.save(state(), checkpoint_id=f"/x/step-{step}")
-        kept.append({mapping.address for mapping in client.save_factory.saves.pool._free})
+        kept.append({mapping.address for mapping in client.saves.pool._free})
     assert kept[0] == kept[1] == kept[2] != set()
 
 
@@ -238,7 +237,7 @@ def test_the_functions_take_torchs_keywords_and_the_clients() -> None:
         )
         assert second.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     # Also when the modules of these names were imported.
-    assert inspect.isfunction(importlib.import_module("pannier.client").load)
+    assert inspect.isroutine(importlib.import_module("pannier.client").load)
     assert all(hasattr(client_package, name) for name in client_package.__all__)
 
 
@@ -309,7 +308,7 @@ def test_what_cannot_be_honoured_is_refused(
 def test_a_writer_may_be_given_by_position(
     client: Client, monkeypatch: pytest.MonkeyPatch, call: str, default: bool
 ) -> None:
-    monkeypatch.setattr(default_factory, "_default", client.save_factory)
+    monkeypatch.setattr(process, "_default", client)
     save = getattr(client_package if default else client, call)
     ended = save(state(), StorageWriter("/x/step-1", client=client))
     result = ended if call == "save" else ended.result(BOUND_S)
@@ -567,7 +566,7 @@ def test_the_connection_of_an_earlier_process_group_ends_with_its_last_save(
 ) -> None:
     sidecar.commit = False
     first = client.async_save(state(), checkpoint_id="/x/step-1")
-    member = client.save_factory._memberships[True]
+    member = client.memberships._current[True]
     old = member.sidecar()
     monkeypatch.setattr(member.world, "is_current", lambda: False)
     second = client.async_save(state(), checkpoint_id="/x/step-2")
@@ -578,7 +577,7 @@ def test_the_connection_of_an_earlier_process_group_ends_with_its_last_save(
     first.result(BOUND_S)
     second.result(BOUND_S)
     wait_until(lambda: old.is_closed)
-    assert not client.save_factory._memberships[True].sidecar().is_closed
+    assert not client.memberships._current[True].sidecar().is_closed
 
 
 # Several processes without a group.
@@ -653,7 +652,7 @@ def fail_one(client: Client, sidecar: ScriptedSidecar) -> Any:
     (request,) = sidecar.asked(sidecar_pb2.PlanRequest)[-1:]
     sidecar.abort(request.context, save_pb2.Failure(rank=1, host="b", message="disk full"))
     assert handle.wait(BOUND_S)
-    wait_until(lambda: not client.save_factory.saves)
+    wait_until(lambda: not client.saves)
     sidecar.commit = True
     return handle
 
@@ -713,7 +712,7 @@ def test_an_unasked_error_is_raised_by_wait_all_and_close(
     for request in sorted(asked(), key=lambda request: request.context.save.number):
         sidecar.abort(request.context, save_pb2.Failure(rank=1, message="disk full"))
     assert all(handle.wait(BOUND_S) for handle in handles)
-    wait_until(lambda: not client.save_factory.saves)
+    wait_until(lambda: not client.saves)
     with pytest.raises(SaveAbortedError, match=r"/x/a .*; and .*/x/b "):
         client.close()
     client.close()
@@ -735,7 +734,7 @@ def test_an_unasked_error_is_raised_by_reading_before_it_reads(
     if call == "load":
         arguments = {"state_dict": values, "checkpoint_id": tmp_path / "step-1"}
     if default:
-        monkeypatch.setattr(default_factory, "_default", client.save_factory)
+        monkeypatch.setattr(process, "_default", client)
     read = getattr(client_package if default else client, call)
     fail_one(client, sidecar)
     with pytest.raises(SaveAbortedError, match="disk full"):
@@ -746,14 +745,14 @@ def test_an_unasked_error_is_raised_by_reading_before_it_reads(
 
 
 def test_reading_makes_no_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default_factory, "_default", None)
+    monkeypatch.setattr(process, "_default", None)
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     (found,) = client_package.list(tmp_path)
     assert client_package.latest(tmp_path) == found.checkpoint_id
     values = {"w": torch.zeros(3)}
     client_package.load(values, checkpoint_id=found.checkpoint_id)
     assert values["w"].all()
-    assert default_factory._default is None
+    assert process._default is None
 
 
 def test_an_error_that_was_asked_for_is_not_raised_again(
@@ -886,7 +885,7 @@ def test_close_waits_until_ingested_and_handles_still_resolve(
     assert not handle.done()
     sidecar.send_status(request.context.save, save_pb2.SAVE_STATE_COMMITTED)
     handle.result(BOUND_S)
-    session = client.save_factory._memberships[True]._sidecar
+    session = client.memberships._current[True]._sidecar
     assert session is not None
     wait_until(lambda: session.is_closed)
     with pytest.raises(InvalidRequestError, match="closed"):
@@ -907,7 +906,7 @@ def test_a_save_that_a_close_overtakes_is_refused(
     monkeypatch.setattr(SaveCall, "context", overtaken)
     with pytest.raises(InvalidRequestError, match="the client is closed"):
         client.async_save(state(), checkpoint_id="/x/step-2")
-    assert not client.save_factory.saves
+    assert not client.saves
 
 
 def test_the_blocks_own_error_goes_first(client: Client, sidecar: ScriptedSidecar) -> None:
@@ -936,39 +935,39 @@ def test_a_close_after_one_that_timed_out_waits_again(busy: Client) -> None:
 def test_the_default_client_stays_until_it_is_closed(
     busy: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(default_factory, "_default", busy.save_factory)
+    monkeypatch.setattr(process, "_default", busy)
     with pytest.raises(DeadlineError, match="not yet ingested"):
-        api.close(0.05)
+        process.close(0.05)
     with pytest.raises(DeadlineError, match="still in progress"):
-        api.default_client().wait_all(0.05)
+        process.default_client().wait_all(0.05)
     with pytest.raises(InvalidRequestError, match="is closed"):
-        api.default_client().async_save(state(), checkpoint_id="/x/second")
+        process.default_client().async_save(state(), checkpoint_id="/x/second")
     with pytest.raises(DeadlineError, match="not yet ingested"):
-        api.close(0.05)
+        process.close(0.05)
     busy.hold.set()  # type: ignore[attr-defined]
-    api.close(BOUND_S)
-    assert default_factory._default is None
+    process.close(BOUND_S)
+    assert process._default is None
 
 
 def test_configure_comes_first(monkeypatch: pytest.MonkeyPatch, sidecar: ScriptedSidecar) -> None:
-    monkeypatch.setattr(default_factory, "_overrides", {})
-    default_factory.configure(sidecar=sidecar.address, job="mine")
+    monkeypatch.setattr(process, "_overrides", {})
+    process.configure(sidecar=sidecar.address, job="mine")
     with pytest.raises(ConfigurationError, match="max_in_flight"):
-        default_factory.configure(max_in_flight=-1)
-    made = api.default_client()
+        process.configure(max_in_flight=-1)
+    made = process.default_client()
     assert made.settings.job == "mine"
     assert made.settings.max_in_flight == 2
     with pytest.raises(ConfigurationError, match="before the first use"):
-        default_factory.configure(job="other")
-    api.close()
-    assert api.default_client() is not made
-    api.close()
+        process.configure(job="other")
+    process.close()
+    assert process.default_client() is not made
+    process.close()
 
 
 def run(sidecar: ScriptedSidecar, code: str) -> Result:
     head = (
         "import os, sys, torch\n"
-        "from pannier.client.client import default_client\n"
+        "from pannier.client import default_client\n"
         "client = default_client()\n"
         "state = {'w': torch.ones(20_000_000)}\n"
     )

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from pannier.client.messages import console
-from pannier.client.messages.save_line import log_committed
+from pannier.client import console
+from pannier.client.console import log_committed
 from pannier.v1 import sidecar_pb2
 from pannier.wire.errors import ConfigurationError
 
@@ -39,7 +39,7 @@ def unconfigured() -> Iterator[None]:
 
 def log() -> None:
     console.info("saved %s", "/x")
-    logger = logging.getLogger("pannier.client.messages.wait_log")
+    logger = logging.getLogger("pannier.client.console")
     logger.warning("it waits")
     logger.info("a detail")
 

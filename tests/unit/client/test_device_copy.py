@@ -21,8 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pannier.client import torch_compat
 from pannier.client.staging import device_copy
-from pannier.client.staging.arena import Arena
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.bounce_buffers import TensorCopy
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.stager import Staged

@@ -141,8 +141,11 @@ def test_what_an_interrupted_call_held_is_released(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(timeouts, "FREED_CHECK_S", 0.02)
     released = threading.Event()
 
+    async def release() -> None:
+        released.set()
+
     def call() -> None:
-        frame = engine().at_end_of_call(released.set)  # noqa: F841 - freed with this call
+        frame = engine().at_end_of_call(release)  # noqa: F841 - freed with this call
         assert not released.wait(0.1)
 
     call()

@@ -12,10 +12,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from pannier.client.staging.arena_pool import ArenaPool
-from pannier.client.staging.layout import own_layout
+from pannier.client.staging.arena import ArenaPool
+from pannier.client.staging.layout import PlannerValues, StateValues, own_layout, state_slots
 from pannier.client.staging.stager import stage
-from pannier.client.staging.values import PlannerValues, StateValues, state_slots
 from pannier.client.xla import runtime, shard_tensors
 from pannier.client.xla.planners import SavePlanner
 from pannier.client.xla.runtime import Chunk

@@ -16,8 +16,8 @@ import torch
 from pannier.client import interrupts
 from pannier.client.client import Client
 from pannier.client.config import Settings
+from pannier.client.console import Wait
 from pannier.client.interrupts import Call, Condition, Event, SafeFuture, aside
-from pannier.client.messages.wait_log import Wait
 from pannier.client.saves.save import Save
 from pannier.client.staging.host_copy import HostCopies
 from pannier.client.transport.sidecar_client import SidecarClient
@@ -246,7 +246,7 @@ def test_a_second_interruption_that_ends_the_clean_up_leaves_no_save_behind(
 
     client = Client(Settings(sidecar=sidecar.address, transport="streamed"))
     with monkeypatch.context() as patch:
-        patch.setattr("pannier.client.save_factory.stage_plan.resolve_plan", interrupted_call)
+        patch.setattr("pannier.client.saves.caller.plan_cache.resolve_plan", interrupted_call)
         patch.setattr(Save, "end_call", interrupted_clean_up)
         ended = False
         try:
@@ -257,6 +257,16 @@ def test_a_second_interruption_that_ends_the_clean_up_leaves_no_save_behind(
     in_another_thread(lambda: client.wait_all(BOUND_S))
     client.save(state, checkpoint_id="/x/z")
     client.close(BOUND_S)
+
+
+class NoneIdle:
+    """Gives no thread; those that become idle are kept."""
+
+    def __init__(self, idle: "queue.SimpleQueue[Any]") -> None:
+        self.put = idle.put
+
+    def get_nowait(self) -> None:
+        raise queue.Empty
 
 
 def test_a_save_for_which_no_thread_can_be_started_ends(
@@ -272,15 +282,15 @@ def test_a_save_for_which_no_thread_can_be_started_ends(
     client.save({"w": torch.ones(3)}, checkpoint_id="/x/w")
     with monkeypatch.context() as patch:
         patch.setattr(timeouts, "CALL_S", 0.2)
-        patch.setattr(interrupts, "_idle", queue.SimpleQueue())
+        patch.setattr(interrupts, "_idle", NoneIdle(interrupts._idle))
         patch.setattr(interrupts._thread, "start_new_thread", refuses)
         # No ABORT comes: nothing else ends the save.
         patch.setattr(SidecarClient, "fail", fails)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             client.async_save({"w": torch.ones(3)}, checkpoint_id="/x/y", timeout=100 * BOUND_S)
     client.wait_all(BOUND_S)
-    assert not client.save_factory.saves
-    assert client.save_factory.saves.idle == 1
+    assert not client.saves
+    assert client.saves.idle == 1
     client.save({"w": torch.ones(3)}, checkpoint_id="/x/z")
     client.close(BOUND_S)
 
@@ -289,7 +299,7 @@ def test_a_save_for_which_no_thread_can_be_started_ends(
 
 TRAINER = """
 import faulthandler, random, signal, sys, torch
-from pannier.client.client import default_client
+from pannier.client import default_client
 
 class Preempted(BaseException):
     pass
@@ -357,7 +367,7 @@ def test_a_trainer_always_ends_by_a_handler_that_raises(sidecar: ScriptedSidecar
 
 IMPATIENT = """
 import signal, sys, time, torch
-from pannier.client.client import default_client
+from pannier.client import default_client
 if sys.argv[1] == "SIGTERM":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 else:

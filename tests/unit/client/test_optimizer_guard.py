@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.arena import ArenaPool
 from pannier.client.staging.bounce_buffers import TensorCopy
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from pannier.client.staging import pinned_memory
-from pannier.client.staging.arena import MemoryMapping
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.arena import ArenaPool, MemoryMapping
 from pannier.client.staging.pinned_memory import PinnedBufferPool, pin
 from support.processes.stretch import BOUND_S
 from support.states.host_streams import CurrentDevice

@@ -19,12 +19,13 @@ from pannier.client.dcp.writer_save import WriterSave
 from pannier.client.engine import engine
 from pannier.client.handle import Outcome, UnretrievedErrors
 from pannier.client.identity import Group, Identity
+from pannier.client.saves import save as save_module
+from pannier.client.saves import sending
 from pannier.client.saves.call import Options, SaveCall
 from pannier.client.saves.save import Save
 from pannier.client.saves.saves import Saves
-from pannier.client.staging import arena_pool
-from pannier.client.staging.arena import Arena
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging import arena as arena_module
+from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.transport.save_errors import aborted, fail_request
 from pannier.client.transport.sidecar_client import SidecarClient
@@ -136,7 +137,8 @@ def opened(session: SidecarClient, options: Options, saves: Saves) -> Save:
     member: Any = Member(session)
     save = Save(SaveCall(member, Group((0, 1), 0), "/x/y"), saves)
     save.call.accept("/x/y", options)
-    engine().call(lambda: save.open(session, CONTEXT))
+    save.connected(session, CONTEXT)
+    engine().call(save.open)
     return save
 
 
@@ -271,6 +273,64 @@ def test_an_abort_stops_the_streams_and_fails_the_handle(
 def bytes_changed(_: Any) -> None:
     """A sidecar's answer."""
     raise IntegrityError("bytes changed")
+
+
+class Mapped:
+    """A data file that was staged into the spool."""
+
+    file, stamp = "spool-file", b"stamp"
+
+    def seal(self) -> None:
+        """Nothing is mapped here."""
+
+
+def begin_mapped(session: SidecarClient, monkeypatch: pytest.MonkeyPatch, *sizes: int) -> Save:
+    """A save with one mapped file, and others of these sizes."""
+    mapping: Any = Mapped()
+    monkeypatch.setattr(sending, "mapped_files", lambda staged: {"f0": mapping})
+    monkeypatch.setattr(save_module, "mapped_files", lambda staged: {"f0": mapping})
+    save = opened(session, Options(Deadline(60)), Saves(1))
+    arena = engine().call(lambda: save.acquire(ATTEMPT, "p1", []))
+    files = [File(f"f{index}", size) for index, size in enumerate((3 << 20, *sizes))]
+    save.staged(Staged(files, arena=arena))
+    return save
+
+
+def test_small_files_beside_mapped_ones_travel_with_the_hand_over(
+    session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_mapped(session, monkeypatch, 1000, 0, (1 << 20) - 1000).handle.result(BOUND_S)
+    (request,) = sidecar.asked(sidecar_pb2.HandOverRequest)
+    assert [len(file.data) for file in request.inlined] == [1000, 0, (1 << 20) - 1000]
+    assert not sidecar.asked(sidecar_pb2.FileHeader)
+
+
+def test_what_is_larger_is_streamed(
+    session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_mapped(session, monkeypatch, 1, 1 << 20).handle.result(BOUND_S)
+    (request,) = sidecar.asked(sidecar_pb2.HandOverRequest)
+    assert not request.inlined
+    assert len(sidecar.asked(sidecar_pb2.FileHeader)) == 2
+
+
+@pytest.mark.parametrize("error", [BusyError("full"), InvalidRequestError("forgot")])
+def test_what_a_hand_over_could_not_bring_is_streamed(
+    session: SidecarClient,
+    sidecar: ScriptedSidecar,
+    monkeypatch: pytest.MonkeyPatch,
+    error: PannierError,
+) -> None:
+    def refuse(request: sidecar_pb2.HandOverRequest) -> None:
+        if request.inlined:
+            raise error
+
+    sidecar.on["HandOver"] = refuse
+    begin_mapped(session, monkeypatch, 1000).handle.result(BOUND_S)
+    first, second = sidecar.asked(sidecar_pb2.HandOverRequest)
+    assert (len(first.inlined), len(second.inlined)) == (1, 0)
+    # A spool that is full has taken the mapped files nevertheless; one that has forgotten them gets them as bytes.
+    assert len(second.mapped) == (1 if isinstance(error, BusyError) else 0)
 
 
 def test_a_file_that_cannot_be_sent_ends_the_save_on_all_ranks(
@@ -867,7 +927,7 @@ def test_memory_beyond_the_limit_of_the_process_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limit = MemoryLimit(256 << 20, 192 << 20, "/job")
-    monkeypatch.setattr(arena_pool, "memory_limit", lambda: limit)
+    monkeypatch.setattr(arena_module, "memory_limit", lambda: limit)
     with pytest.raises(BusyError) as caught:
         ArenaPool(2).acquire([1 << 20])
     assert str(caught.value) == (

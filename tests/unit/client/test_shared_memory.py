@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.arena import ArenaPool
 from pannier.client.staging.pinned_memory import pin
 from pannier.client.transport import shared_memory
 from pannier.client.transport.shared_memory import FileLeases

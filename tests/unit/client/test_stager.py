@@ -26,10 +26,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from pannier.client.planning.local_plan import resolves_as_planned
 from pannier.client.staging import archives
-from pannier.client.staging.arena_pool import ArenaPool
-from pannier.client.staging.layout import own_layout, planned_layout
+from pannier.client.staging.arena import ArenaPool
+from pannier.client.staging.layout import PlannerValues, own_layout, planned_layout
 from pannier.client.staging.stager import Staged, stage
-from pannier.client.staging.values import PlannerValues
 from pannier.client.torch_compat import AsyncCollectiveTensor
 from pannier.wire.errors import InvalidRequestError, PannierError
 from pannier.wire.plan_columns import decode_column

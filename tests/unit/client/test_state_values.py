@@ -19,9 +19,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from pannier.client.planning.plan_cache import CachedPlan, PlannerOptions, PlanScope
 from pannier.client.staging import archives
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.arena import ArenaPool
+from pannier.client.staging.layout import StateValues
 from pannier.client.staging.stager import Staged, stage
-from pannier.client.staging.values import StateValues
 from pannier.v1 import plan_pb2
 from pannier.wire.errors import InvalidRequestError
 from support.actors.staged import ATTEMPT, final_plan, plan, stage_all, stage_by, write_checkpoint

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pannier.client.engine import engine
-from pannier.client.transport.heartbeat import Heartbeat
+from pannier.client.transport.connection import Heartbeat
 from pannier.common import observer_clock, timeouts
 from pannier.common.observer_clock import ObserverClock
 from pannier.coordinator.liveness import HeartbeatMonitor, SidecarPeers

@@ -19,7 +19,7 @@ from pannier.client.conversion.export_plan import Choice, as_dtype, plan_export
 from pannier.client.conversion.lazy_planner import LazySavePlanner
 from pannier.client.conversion.output_directory import local_path, new_directory
 from pannier.client.loading.storage_reader import StorageReader
-from pannier.client.messages.call_errors import at_call
+from pannier.client.user_errors import at_call
 from pannier.common.units import duration_text, size_text
 from pannier.wire.errors import ConfigurationError, InvalidRequestError
 

@@ -10,7 +10,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -18,26 +18,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pannier.client.config import check_metrics, check_timeout
+from pannier.client.client import Client
 from pannier.client.dcp.writer_save import NO_PLAN_CACHE, WriterSave
-from pannier.client.default_factory import default_factory
+from pannier.client.default import default_client
 from pannier.client.loading import filesystem
-from pannier.client.messages.call_errors import at_call
-from pannier.client.options import check_extra_files, check_overwrite, checkpoint_path
-from pannier.client.save_factory import SaveFactory
+from pannier.client.options import Destination, checkpoint_path
+from pannier.client.user_errors import at_call
 from pannier.wire import object_names
 from pannier.wire.errors import InvalidRequestError, PannierError
 
 
-class HasSaveFactory(Protocol):
-    """A :class:`pannier.client.Client`."""
-
-    @property
-    def save_factory(self) -> SaveFactory:
-        """Makes its saves."""
-
-
-class StorageWriter(storage.StorageWriter):
+class StorageWriter(Destination, storage.StorageWriter):
     """Writes a checkpoint through Pannier; for ``dcp.save(storage_writer=...)``.
 
     ``dcp.save`` returns when the checkpoint is committed. ``dcp.async_save`` works
@@ -66,7 +57,7 @@ class StorageWriter(storage.StorageWriter):
         self,
         path: str | os.PathLike[str],
         *,
-        client: HasSaveFactory | None = None,
+        client: Client | None = None,
         process_group: Any = None,
         no_dist: bool = False,
         timeout: float | None = None,
@@ -74,22 +65,18 @@ class StorageWriter(storage.StorageWriter):
         extra_files: Mapping[str, bytes] | None = None,
         overwrite: bool | None = None,
     ) -> None:
-        super().__init__()
-        self._overwrite = check_overwrite(overwrite)
-        self._checkpoint_id = checkpoint_path(path)
+        super().__init__(
+            path,
+            process_group=process_group,
+            no_dist=no_dist,
+            timeout=timeout,
+            metrics=metrics,
+            extra_files=extra_files,
+            overwrite=overwrite,
+        )
         self._own_client = client
-        self._process_group = process_group
-        self._no_dist = no_dist
-        self._timeout = None if timeout is None else check_timeout(timeout)
-        self.metrics = metrics
-        self.extra_files = extra_files
         self._save: WriterSave | None = None
         self._save_id = ""
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The directory that is written: an absolute path or a URL."""
-        return self._checkpoint_id
 
     @property
     def path(self) -> str | Path:
@@ -100,50 +87,6 @@ class StorageWriter(storage.StorageWriter):
     def save_id(self) -> str:
         """The attempt of the last ``dcp.save``, as in ``.metadata``; empty until it writes data."""
         return self._save_id
-
-    @property
-    def process_group(self) -> Any:
-        """The ranks that save together; None: all."""
-        return self._process_group
-
-    @property
-    def no_dist(self) -> bool:
-        """Whether this process saves by itself."""
-        return self._no_dist
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds until a save must be committed; None: the client's ``save_timeout``."""
-        return self._timeout
-
-    @property
-    def overwrite(self) -> bool | None:
-        """Whether a checkpoint is replaced; None: one of this job."""
-        return self._overwrite
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Numbers by name that go with the saves from now on; set them again before the next one.
-
-        Setting raises InvalidRequestError naming what is no number.
-        """
-        return self._metrics
-
-    @metrics.setter
-    def metrics(self, metrics: Mapping[str, Any] | None) -> None:
-        self._metrics = check_metrics(metrics)
-
-    @property
-    def extra_files(self) -> Mapping[str, bytes]:
-        """Small files by name that go with the saves from now on; set them again before the next one.
-
-        Setting raises InvalidRequestError naming what can't be added.
-        """
-        return self._extra_files
-
-    @extra_files.setter
-    def extra_files(self, files: Mapping[str, bytes] | None) -> None:
-        self._extra_files = check_extra_files(files)
 
     @at_call
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -244,12 +187,11 @@ class StorageWriter(storage.StorageWriter):
         )
 
     def _begin(self) -> WriterSave:
-        own = self._own_client
-        factory = default_factory() if own is None else own.save_factory
+        client = self._own_client or default_client()
         previous, self._save = self._save, None
         # First of all, so that the ranks' numbers stay in step if anything below raises.
-        timeout = factory.settings.save_timeout if self._timeout is None else self._timeout
-        sidecar, save = factory.open_save(
+        timeout = client.settings.save_timeout if self._timeout is None else self._timeout
+        sidecar, save = client.open_save(
             self._checkpoint_id,
             self._process_group,
             self._no_dist,
@@ -264,7 +206,7 @@ class StorageWriter(storage.StorageWriter):
             )
         if previous is not None:
             previous.abandon()
-        self._save = WriterSave(sidecar, save, factory.saves)
+        self._save = WriterSave(sidecar, save, client.saves)
         self._save_id = ""
         return self._save
 

@@ -11,22 +11,21 @@ import enum
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from pannier.client import torch_compat
+from pannier.client import console, torch_compat
 from pannier.client.engine import engine
-from pannier.client.messages import save_line
 from pannier.client.planning.local_plan import bare, resolves_as_planned
 from pannier.client.saves.save import Save
 from pannier.client.saves.saves import Saves
 from pannier.client.staging import stager
-from pannier.client.staging.layout import own_layout
+from pannier.client.staging.layout import PlannerValues, own_layout
 from pannier.client.staging.stager import Staged
-from pannier.client.staging.values import PlannerValues
 from pannier.client.transport.save_errors import fail_request, in_doubt
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.client.user_errors import name_save
@@ -228,7 +227,7 @@ class WriterSave:
         self._state = _State.ENDED
         self._saves.let_go(self)
         size = sum(result.size_in_bytes for rank in results for result in rank)
-        save_line.log_committed(self.context, size, time.monotonic() - self._began)
+        console.log_committed(self.context, size, time.monotonic() - self._began)
 
     def abandon(self) -> None:
         """Ends the save on all ranks if it is open: DCP failed elsewhere."""
@@ -255,15 +254,16 @@ class WriterSave:
         extra_files: Mapping[str, bytes],
     ) -> Staged:
         save = self._save
-        frame = engine().at_end_of_call(save.end_call)  # noqa: F841 - freed with this call
+        frame = engine().at_end_of_call(partial(save.drop, None))  # noqa: F841 - freed with this call
         save.call.accept(
             self.context.checkpoint_id, dataclasses.replace(save.options, metrics=metrics)
         )
         try:
-            handle = engine().call(lambda: save.open(self._sidecar, self.context))
+            save.connected(self._sidecar, self.context)
             is_planned = resolves_as_planned(planner)
             layout = own_layout(plan.items, self.context.rank, is_planned=is_planned)
             arena = engine().call(lambda: save.acquire(self._attempt, "", layout.sizes))
+            handle = save.handle
             staged = stager.stage(layout, PlannerValues(plan.items, planner), arena)
             staged = stager.add_extra_files(staged, self.context.rank, extra_files)
             save.staged(staged)

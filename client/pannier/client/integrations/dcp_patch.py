@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pannier import client
 from pannier.client import torch_compat
-from pannier.client.default_factory import wait_default
+from pannier.client.default import wait_default
 from pannier.client.handle import SaveHandle
 from pannier.client.loading.catalog import PerRankError
 from pannier.client.loading.metadata_reader import ExtensionsError

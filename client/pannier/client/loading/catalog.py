@@ -21,10 +21,10 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import crc32c
 
+from pannier.client import console
 from pannier.client.interrupts import aside
 from pannier.client.loading.filesystem import MissingError, Stat, StorageDir, open_dir
-from pannier.client.messages import wait_log
-from pannier.client.messages.call_errors import at_call
+from pannier.client.user_errors import at_call
 from pannier.common.locations import CHILDREN, Pattern, has_wildcard, segment_matches
 from pannier.v1 import records_pb2
 from pannier.wire import object_names
@@ -91,7 +91,7 @@ def list_checkpoints(
 
 def logged_list(root: str | os.PathLike[str]) -> AbstractContextManager[object]:
     """Logs a long wait for storage in this block."""
-    return wait_log.logged(f"the list of checkpoints below {root}", lambda: f"storage at {root}")
+    return console.logged(f"the list of checkpoints below {root}", lambda: f"storage at {root}")
 
 
 def newest(root: StorageDir, pattern: Pattern = CHILDREN) -> CheckpointInfo | None:

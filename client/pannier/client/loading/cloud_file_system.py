@@ -12,7 +12,7 @@ from typing import Any
 import fsspec.asyn
 
 from pannier.common import timeouts
-from pannier.common.cloud import may_be_late
+from pannier.common.machine import credentials_may_be_late
 
 _without: set[Any] = set()
 """Classes for which there were none in all that time, as for public buckets: the next call doesn't wait."""
@@ -27,7 +27,7 @@ def open_file_system(kind: Any, options: Mapping[str, Any], scheme: str) -> Any:
         scheme not in ("gs", "gcs", "s3", "s3a")
         or kind in _without
         or _is_given(options)
-        or not may_be_late(os.environ)
+        or not credentials_may_be_late(os.environ)
     ):
         return kind(**options)
     deadline = time.monotonic() + timeouts.STORAGE_CONTACT_S

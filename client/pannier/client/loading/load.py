@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from pannier.client import torch_compat
+from pannier.client import console, torch_compat
 from pannier.client.config import check_timeout
 from pannier.client.loading import filesystem, highest_incarnation, state_keys
 from pannier.client.loading.catalog import PerRankError
@@ -30,8 +30,6 @@ from pannier.client.loading.checksum_verifier import Receipts, Wanted
 from pannier.client.loading.filesystem import MissingError, StorageDir
 from pannier.client.loading.state_keys import OtherKeys
 from pannier.client.loading.storage_reader import StorageReader
-from pannier.client.messages import load_line, wait_log
-from pannier.client.messages.call_errors import at_call
 from pannier.client.process_group import is_alone, process_rank
 from pannier.client.ranks.load_ranks import CALL, END, METADATA, READ, LoadRanks
 from pannier.client.restore import load_progress
@@ -44,6 +42,7 @@ from pannier.client.restore.load_result import (
     to_json,
 )
 from pannier.client.restore.sources import Sharing
+from pannier.client.user_errors import at_call
 from pannier.client.xla import planners, runtime
 from pannier.common import timeouts
 from pannier.common.save_interval import RECENT
@@ -183,7 +182,7 @@ def load(
             # All ranks are done, or all have failed. ``dcp.load`` doesn't reset a reader that it is given next.
             reader.reset()
     if ranks.is_first:
-        load_line.log_loaded(
+        console.log_loaded(
             result.checkpoint_id, result.total_bytes, result.seconds, result.files_text
         )
         state_keys.warn(result)
@@ -242,7 +241,7 @@ def _share_metadata(
 
     def resolve() -> bytes:
         try:
-            with wait_log.logged(f"load of {reader.checkpoint_id}", lambda: "its .metadata"):
+            with console.logged(f"load of {reader.checkpoint_id}", lambda: "its .metadata"):
                 return reader.resolve()
         except PerRankError:
             raise
@@ -316,7 +315,7 @@ def _fill(
         return reader.prepare_global_plan(planner.create_global_plan(plans))
 
     def read() -> None:
-        waits = wait_log.logged(
+        waits = console.logged(
             f"load of {reader.checkpoint_id}", lambda: progress.stalled_on() or None
         )
         with ranks.showing_progress(READ, reader.progress_text), waits:

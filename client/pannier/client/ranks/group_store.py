@@ -23,10 +23,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pannier.client import torch_compat
+from pannier.client import console, torch_compat
 from pannier.client.engine import engine
 from pannier.client.interrupts import Call, UnansweredError
-from pannier.client.messages import wait_log
 from pannier.client.ranks.load_error import LoadError
 from pannier.client.ranks.rank_hosts import RankHosts
 from pannier.client.torch_compat import Store
@@ -376,7 +375,7 @@ class _Agreement:
             rank, host = awaited["rank"], awaited["host"]
             return f"rank {rank} (host {host}) to confirm this start of the job"
 
-        with wait_log.logged(description, reason):
+        with console.logged(description, reason):
             while (found := store.run(agree)) is None:
                 if time.monotonic() >= deadline_s:
                     raise _unconfirmed(f"{description}: after {timeout_s:g} s", awaited, reason())

@@ -16,10 +16,9 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 
-from pannier.client import torch_compat
+from pannier.client import console, torch_compat
 from pannier.client.engine import engine
 from pannier.client.interrupts import Call, UnansweredError
-from pannier.client.messages import wait_log
 from pannier.client.ranks.group_store import StoreUnansweredError, encode, join_start
 from pannier.client.ranks.rank_hosts import default_hosts
 from pannier.client.ranks.rank_problem import (
@@ -340,7 +339,7 @@ class LoadRanks:
             others = f"rank {self.ranks[0]}" if step.is_by_first else "all ranks of the group"
             return f"{self._barrier.waiting_for or others} {step.action}"
 
-        with wait_log.logged(self._description, reason), self._show_wait(reason):
+        with console.logged(self._description, reason), self._show_wait(reason):
             yield
 
     # Collectives, once all ranks have come.

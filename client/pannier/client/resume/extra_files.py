@@ -11,40 +11,17 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pannier.client.default_factory import raise_unretrieved
 from pannier.client.loading import absence, catalog, checksum_verifier
 from pannier.client.loading.filesystem import MissingError, open_dir
-from pannier.client.messages.call_errors import at_call
 
 _TRIES: Final = 3
 """Tries, if the checkpoint is replaced while it is read."""
 
 
-@at_call
-def read_extra_file(
-    checkpoint_id: str | os.PathLike[str],
-    name: str,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
+def read(
+    checkpoint_id: str | os.PathLike[str], name: str, storage_options: Mapping[str, Any] | None
 ) -> bytes:
-    """A file that ``async_save(extra_files=...)`` added to a checkpoint; each rank reads by itself.
-
-    The file belongs to the same save as the state that :func:`load` reads, also while the checkpoint is being
-    replaced, and is compared with its checksum. For a checkpoint that Pannier didn't write, the object at
-    ``<checkpoint_id>/<name>`` is read.
-
-    Args:
-        checkpoint_id: directory: a path or a URL.
-        name: as it was given.
-        storage_options: of the fsspec file system. Default: from the environment.
-
-    Raises:
-        PannierError: an earlier save failed and its error was not retrieved.
-        MissingError: there is no such checkpoint, or it has no such file.
-        StorageError: it can't be read.
-        IntegrityError: the bytes aren't those that were committed.
-    """
-    raise_unretrieved()
+    """See :meth:`pannier.client.reading.Reader.read_extra_file`."""
     directory = open_dir(checkpoint_id, storage_options)
 
     tries = itertools.count(1)

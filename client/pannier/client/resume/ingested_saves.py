@@ -8,7 +8,6 @@ Blocking; for one thread.
 """
 
 import dataclasses
-import functools
 import itertools
 import logging
 import os
@@ -22,13 +21,10 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from pannier.client import default_factory
-from pannier.client.config import Settings
+from pannier.client import console
 from pannier.client.loading import catalog
 from pannier.client.loading.filesystem import MissingError, StorageDir, open_dir
-from pannier.client.messages import wait_log
 from pannier.client.resume.sidecar_status import SidecarStatus
-from pannier.client.save_factory import SaveFactory
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.common.locations import CHILDREN, Pattern
@@ -206,7 +202,7 @@ class IngestedSaves:
         complete_since: float | None = None
         problem = ""
         what = f"{found.directory.url}, which an earlier start left ingested,"
-        with wait_log.logged(what, lambda: found.lacks):
+        with console.logged(what, lambda: found.lacks):
             while True:
                 before = found.durable
                 self._look(found)
@@ -278,24 +274,6 @@ class IngestedSaves:
         if found.status.state == save_pb2.SAVE_STATE_COMMITTED:
             return ""
         return f"it was aborted: {failures_text(found.status.failures) or 'no cause is known'}"
-
-
-def ingested_of(
-    factory: Callable[[], SaveFactory], settings: Callable[[], Settings], *, no_dist: bool
-) -> IngestedSaves:
-    """The ingested saves of a client, whose ``factory`` is called only to start embedded daemons."""
-
-    def start() -> None:
-        if settings().embedded:
-            factory().membership(no_dist).sidecar()
-
-    return IngestedSaves(SidecarStatus(settings), start)
-
-
-default_ingested = functools.partial(
-    ingested_of, default_factory.default_factory, default_factory.default_settings
-)
-"""For the process's default factory."""
 
 
 def _commit(found: Unfinished, deadline: Deadline) -> str:

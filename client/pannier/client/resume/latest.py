@@ -12,18 +12,16 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pannier.client import torch_compat
+from pannier.client import console, torch_compat
 from pannier.client.config import check_timeout
-from pannier.client.default_factory import raise_unretrieved
 from pannier.client.loading import catalog, highest_incarnation
 from pannier.client.loading.filesystem import open_dir
-from pannier.client.messages import wait_log
-from pannier.client.messages.call_errors import at_call
 from pannier.client.process_group import is_alone
 from pannier.client.ranks.group_store import GroupStore, join_start
 from pannier.client.ranks.rank_hosts import default_hosts
 from pannier.client.ranks.rank_problem import Problem
-from pannier.client.resume.ingested_saves import IngestedSaves, default_ingested
+from pannier.client.resume.ingested_saves import IngestedSaves
+from pannier.client.user_errors import at_call
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.common.locations import CHILDREN, Pattern, absolute
@@ -33,66 +31,6 @@ Include: TypeAlias = Literal["committed", "ingested"]
 
 _KIND: Final = "latest"
 """Of calls that ranks count."""
-
-
-def latest(
-    root: str | os.PathLike[str],
-    *,
-    pattern: str = CHILDREN.text,
-    process_group: Any = None,
-    no_dist: bool = False,
-    include: Include = "committed",
-    timeout: float | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> str | None:
-    """The newest checkpoint below ``root``; None when there is none.
-
-    It is that of the newest save, by incarnation and save number, whatever the order of their commits
-    and the clocks. Among checkpoints that Pannier didn't write, which come before its own, the one
-    written last.
-
-    The group's first rank looks it up and the others get its answer through the
-    group's store, so that all ranks load the same. No collective: a rank that
-    calls alone waits at most ``timeout``, and the first rank for no other's call. The n-th call of
-    each rank of a group belongs together; for one rank alone, use ``no_dist``.
-
-    With ``include="ingested"`` it first waits for saves that are newer than that and not committed yet:
-    what every rank had ingested before the job was started again is uploaded by its sidecars and
-    committed by the coordinator, so that no step is lost. Embedded daemons are started for that, on every
-    host whose ranks call it. A save that can't be finished (a rank was not ingested, a host is lost) is
-    logged with its ranks and hosts, and the newest that is committed is returned.
-
-    Args:
-        root: a path or a URL; need not exist, but its bucket must.
-        pattern: which directories are checkpoints, by their names below the root, with shell wildcards:
-            ``"checkpoint-*/dcp"``. Default: those directly below it.
-        process_group: the ranks that ask together. Default: all.
-        no_dist: this process looks by itself.
-        include: ``"committed"``, or ``"ingested"``.
-        timeout: seconds to wait for the first rank's answer, by default 60; with ``"ingested"`` for
-            saves to be committed, by default 600, and up to 60 more for the answer.
-        storage_options: of the fsspec file system. Default: from the environment.
-
-    Raises:
-        PannierError: an earlier save failed and its error was not retrieved.
-        StorageError: the root can't be read; on all ranks.
-        DeadlineError: the first rank hasn't answered in time.
-        LoadError: the process group's store, which rank 0 or its launcher serves, doesn't answer, or the
-            first rank to save or load doesn't confirm the job's start.
-        InvalidRequestError: ranks gave different roots or patterns; the pattern can't be used.
-        IntegrityError: the decision of the newest save is damaged, so that its order isn't known.
-    """
-    return find_latest(
-        root,
-        pattern=pattern,
-        process_group=process_group,
-        no_dist=no_dist,
-        include=include,
-        timeout=timeout,
-        storage_options=storage_options,
-        before=raise_unretrieved,
-        ingested=default_ingested(no_dist=no_dist),
-    )
 
 
 @at_call
@@ -108,7 +46,7 @@ def find_latest(
     before: Callable[[], None] = lambda: None,
     ingested: IngestedSaves | None = None,
 ) -> str | None:
-    """:func:`latest`, of any client.
+    """See :meth:`pannier.client.reading.Reader.latest`.
 
     Args:
         ingested: finishes saves that aren't committed yet.
@@ -184,7 +122,7 @@ def _shared(
     # After the call was counted: so the next call is in step also if this one raises.
     prepare()
     first_text = store.run(lambda _: hosts.text([first]))
-    with wait_log.logged(description, lambda: f"{first_text} to list what is in storage"):
+    with console.logged(description, lambda: f"{first_text} to list what is in storage"):
         answer = store.await_value(key, timeout)
     if answer is None:
         raise DeadlineError(

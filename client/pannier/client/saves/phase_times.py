@@ -22,10 +22,14 @@ class PhaseTimes:
         self._is_traced = False
 
     def begin(self) -> None:
-        """The first phase begins now: so far the call has waited for the sidecar, and for free staging memory."""
-        now = time.monotonic()
-        self._waited_s = now - self._began
-        self._began = self._phase_began = now
+        """The first phase begins now: so far the call has waited for the sidecar."""
+        self.waited(time.monotonic() - self._began)
+
+    def waited(self, seconds: float) -> None:
+        """The call has just waited for so long, which belongs to no phase."""
+        self._waited_s += seconds
+        self._began += seconds
+        self._phase_began += seconds
 
     def end(self, phase: str) -> None:
         """``phase`` ends now, and the next one begins."""

@@ -98,8 +98,9 @@ class PlanInUse:
         try:
             final = await self._request()
             if not self.part.equals(final, self.context.save.number):
+                assert self._claim is not None
                 error = PannierError(
-                    f"this save was staged as {self.attempt} by the part {self.part.claim().part[:12]} "
+                    f"this save was staged as {self.attempt} by the part {self._claim.part[:12]} "
                     f"of the last plan, but the coordinator's plan has {final.part[:12]} for "
                     f"{final.attempt}"
                 )

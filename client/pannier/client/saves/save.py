@@ -9,8 +9,8 @@ the thread of the call are marked.
 """
 
 import asyncio
-import enum
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -54,20 +54,6 @@ _log = logging.getLogger(__name__)
 _DECIDED: Final = (save_pb2.SAVE_STATE_COMMITTED, save_pb2.SAVE_STATE_ABORTED)
 
 
-class State(enum.IntEnum):
-    """In their order; a save only moves forward."""
-
-    PLANNING = enum.auto()
-    STAGING = enum.auto()
-    SENDING = enum.auto()
-    HANDED_OVER = enum.auto()
-    """The sidecar received the request to ingest this rank's part, or may have."""
-    INGESTED = enum.auto()
-    """There is nothing more to send."""
-    COMMITTED = enum.auto()
-    FAILED = enum.auto()
-
-
 class Save:
     """See the module. Made by the thread of the call, before that acquires anything.
 
@@ -84,14 +70,13 @@ class Save:
         """The staging memory that it holds."""
         self._saves = saves
         self.sidecar: SidecarClient
-        """Gets the save; from :meth:`open` on."""
+        """Gets the save; from :meth:`connected` on."""
         self.context: sidecar_pb2.SaveContext
-        """What every message of this save carries; from :meth:`open` on."""
+        """What every message of this save carries; from :meth:`connected` on."""
         self._resolver: Resolver | None = None
         self._times = PhaseTimes()
         self._plan: PlanInUse | None = None
         self._sending: Sending | None = None
-        self._ended: State | None = None
         loop = engine().loop
         self._staged: asyncio.Future[bool] = loop.create_future()
         """The call has ended; False: without a handle."""
@@ -105,25 +90,24 @@ class Save:
 
     # The thread of the call.
 
+    def connected(self, sidecar: SidecarClient, context: sidecar_pb2.SaveContext) -> None:
+        """The sidecar is known, to which the call may have waited to be connected."""
+        self.sidecar, self.context = sidecar, context
+        self._times.begin()
+
     def end_call(self, error: BaseException | None = None) -> None:
         """See :meth:`drop`."""
         engine().call(lambda: self.drop(error))
 
     @property
-    def state(self) -> State:
-        """How far it is; follows from what there is."""
-        if self._ended is not None:
-            return self._ended
-        if self._is_ingested:
-            return State.INGESTED
-        if self._sending is not None:
-            return State.HANDED_OVER if self._sending.is_handed_over else State.SENDING
-        return State.PLANNING if self._plan is None else State.STAGING
-
-    @property
     def handle(self) -> SaveHandle:
         """What the caller gets, once :meth:`open` has returned."""
         return self._handle_end.handle
+
+    @property
+    def waiting_on(self) -> str:
+        """See :class:`pannier.client.SaveStatus`; empty until it is open."""
+        return "" if self._resolver is None else self.handle.status().waiting_on
 
     @property
     def is_sent(self) -> bool:
@@ -142,24 +126,25 @@ class Save:
 
     # The steps of the call, by `engine().call` and `engine().post`.
 
-    async def open(self, sidecar: SidecarClient, context: sidecar_pb2.SaveContext) -> SaveHandle:
-        """Admits the save to those that hold staging memory, and follows its status from now on.
+    async def open(self) -> None:
+        """Admits the save to those that hold staging memory, and follows its status from now on. Idempotent.
 
         Raises:
             SaveSkippedError, BusyError, DeadlineError: see :meth:`pannier.client.saves.saves.Saves.admit`.
         """
+        if self._resolver is not None:
+            return
+        began = time.monotonic()
         await self._saves.admit(self)
         if self.is_dropped:
             self._saves.release(self)
             raise DroppedError
-        self.sidecar, self.context = sidecar, context
-        self._times.begin()
-        text = object_names.save_text(context.save)
-        self._resolver = Resolver(SaveHandle(text, context.checkpoint_id))
+        self._times.waited(time.monotonic() - began)
+        text = object_names.save_text(self.context.save)
+        self._resolver = Resolver(SaveHandle(text, self.context.checkpoint_id))
         self._saves.add(self, self._resolver)
-        sidecar.follow(self)
+        self.sidecar.follow(self)
         engine().start(self.run)
-        return self.handle
 
     async def acquire(
         self,
@@ -169,7 +154,7 @@ class Save:
         part: CachedPlan | None = None,
         drop_part: Callable[[], object] = lambda: None,
     ) -> Arena:
-        """The plan is known: memory with a buffer of each size, bytes, to stage into.
+        """The plan is known: opens the save, unless it is, and returns memory with a buffer of each size, bytes.
 
         Args:
             part: this rank's part of the last plan, if the save uses that; the coordinator has yet to confirm it.
@@ -178,6 +163,7 @@ class Save:
         Raises:
             SaveSkippedError, BusyError, DeadlineError: see :meth:`pannier.client.saves.saves.Saves.acquire`.
         """
+        await self.open()
         confirmed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         if part is None:
             confirmed.set_result(plan_id)
@@ -380,7 +366,6 @@ class Save:
 
     async def _end(self, outcome: SaveResult | Exception) -> None:
         self.sidecar.unfollow(self)
-        self._ended = State.COMMITTED if isinstance(outcome, SaveResult) else State.FAILED
 
         def conclude() -> None:
             """The program's logging and tracing, and what it waits for."""

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pannier.client import console
 from pannier.client.engine import engine
 from pannier.client.handle import CommitCallbacks, Resolver, SaveStatus, UnretrievedErrors
 from pannier.client.interrupts import in_callback
-from pannier.client.messages import save_line
-from pannier.client.staging.arena import Arena
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline, set_within
@@ -238,7 +237,7 @@ class Saves:
     def log_committed(self, context: sidecar_pb2.SaveContext, size: int, cost: SaveCost) -> None:
         """Logs a committed save of ``size`` bytes and remembers what it took."""
         self.costs.add(tuple(context.ranks), cost)
-        save_line.log_committed(context, size, cost.durable_s, cost.stalled_s)
+        console.log_committed(context, size, cost.durable_s, cost.stalled_s)
 
     def need(self, sidecar: SidecarClient) -> bool:
         """Whether a save in progress, or a user of :meth:`hold`, uses this client."""

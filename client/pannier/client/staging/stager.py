@@ -25,8 +25,7 @@ from pannier.client.staging.bounce_buffers import TensorCopy
 from pannier.client.staging.deferred_copies import DeferredCopies
 from pannier.client.staging.device_copy import DeviceCopies
 from pannier.client.staging.host_copy import LARGE, HostCopies, check_storage
-from pannier.client.staging.layout import Slot, StageLayout
-from pannier.client.staging.values import PlannerValues, Small, StateValues
+from pannier.client.staging.layout import PlannerValues, Slot, Small, StageLayout, StateValues
 from pannier.client.user_errors import add_note
 from pannier.v1 import records_pb2
 from pannier.wire import file_layout, object_names

@@ -1,16 +1,18 @@
 """This process's membership in one incarnation of a job: its world, and the client of its sidecar.
 
-In: settings. Out: a connected sidecar client, opened on demand, or ahead of that. Owned by the save factory, which
-has one for all ranks' world and one for saving alone. Thread-safe.
+In: settings. Out: a connected sidecar client, opened on demand, or ahead of that. Owned by the client, which has one
+for all ranks' world and one for saving alone. Thread-safe.
 """
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from pannier.client.config import Settings
 from pannier.client.embedded import launcher, left_spools
-from pannier.client.identity import Identity, World
+from pannier.client.identity import Group, Identity, World
 from pannier.client.interrupts import Call, aside
+from pannier.client.process_group import check_single_process, is_alone
 from pannier.client.transport.sidecar_client import SidecarClient
 from pannier.wire.errors import ConfigurationError, UnavailableError
 
@@ -134,3 +136,74 @@ class Membership:
         if settings.coordinator is None:
             left_spools.upload_aside(settings, daemons)
         return sidecar
+
+
+class Memberships:
+    """Those of one client: for all ranks' world, and for saves of this process alone. Thread-safe.
+
+    Args:
+        settings: of the client.
+        on_replaced: called when torch.distributed was set up again, and so the world is another one.
+    """
+
+    def __init__(self, settings: Settings, on_replaced: Callable[[], object]) -> None:
+        self._settings = settings
+        self._on_replaced = on_replaced
+        self._lock = threading.Lock()
+        self._current: dict[bool, Membership] = {}
+        self._old: list[Membership] = []
+        """Saves in progress keep them."""
+
+    def of_save(self, process_group: Any, no_dist: bool) -> tuple[Membership, Group]:
+        """The membership and the group of ranks of a save.
+
+        Raises:
+            InvalidRequestError: this rank is not in the group; several processes were launched, and
+                torch.distributed isn't set up; this process was forked from the one that connected.
+        """
+        member = self._running_job() if no_dist else None
+        if member is not None:
+            # By itself, it would be an incarnation of its own, which isn't ordered among the job's saves.
+            group = member.world.lone_group()
+        else:
+            member = self.of(no_dist)
+            group = member.world.group(process_group)
+        member.check_process()
+        return member, group
+
+    def of(self, no_dist: bool) -> Membership:
+        """That of this process alone, or of all ranks' world."""
+        check_single_process(no_dist)
+        alone = is_alone(no_dist)
+        with self._lock:
+            old = member = self._current.get(alone)
+            if member is None or not member.world.is_current():
+                if old is not None:
+                    self._old.append(old)
+                member = self._current[alone] = Membership(World(alone=alone), self._settings)
+        if old not in (None, member):
+            self._on_replaced()
+        return member
+
+    def all(self) -> list[Membership]:
+        """Those of earlier worlds, too."""
+        with self._lock:
+            return [*self._old, *self._current.values()]
+
+    def close(
+        self,
+        is_unused: Callable[[SidecarClient], bool],
+        *,
+        announce: bool = False,
+        old_only: bool = False,
+    ) -> None:
+        """Disconnects where ``is_unused``; see :meth:`SidecarClient.close`."""
+        for member in list(self._old) if old_only else self.all():
+            member.close(is_unused, announce=announce)
+
+    def _running_job(self) -> Membership | None:
+        """The membership of all ranks' world, if it is connected; else a lone save would wait for other ranks."""
+        with self._lock:
+            member = self._current.get(False)
+        is_running = member is not None and member.is_connected and member.world.is_current()
+        return member if is_running else None

@@ -24,12 +24,12 @@ from pannier.client.fork_hooks import close_in_child
 from pannier.client.staging.arena import (
     HUGE_PAGE,
     Arena,
+    ArenaPool,
     MemoryMapping,
     advise_huge,
     no_memory,
     populate,
 )
-from pannier.client.staging.arena_pool import ArenaPool
 from pannier.client.transport.channel import SidecarChannel
 from pannier.common import timeouts
 from pannier.v1 import sidecar_pb2

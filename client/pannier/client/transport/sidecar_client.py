@@ -12,8 +12,7 @@ from pannier.client.config import Settings
 from pannier.client.engine import Stop, engine
 from pannier.client.identity import Identity
 from pannier.client.interrupts import aside
-from pannier.client.staging.arena import Arena
-from pannier.client.staging.arena_pool import ArenaPool
+from pannier.client.staging.arena import Arena, ArenaPool
 from pannier.client.transport.channel import SidecarChannel
 from pannier.client.transport.connection import FollowedSave, SidecarConnection
 from pannier.client.transport.file_stream import FileSource, Progress, Sender, StagedFile

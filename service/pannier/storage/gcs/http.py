@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from pannier.common import timeouts
-from pannier.common.cloud import may_be_late
+from pannier.common.machine import credentials_may_be_late
 
 # Before the import: otherwise gcsfs requests the bucket's layout over gRPC at first use.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
@@ -131,9 +131,9 @@ class GcsConnection:
             # Otherwise aiohttp sends a whole chunk again when a connection breaks, without a report.
             session._retry_connection = False
         except (TypeError, ValueError, OSError, google.auth.exceptions.GoogleAuthError) as error:
-            if isinstance(error, google.auth.exceptions.GoogleAuthError) and may_be_late(
-                os.environ
-            ):
+            if isinstance(
+                error, google.auth.exceptions.GoogleAuthError
+            ) and credentials_may_be_late(os.environ):
                 raise TransientError(f"{error}; {_CREDENTIALS_HINT}", answered=False) from error
             raise ConfigurationError(
                 f"Google Cloud Storage can't be set up: {error}; check the storage options and the "
@@ -143,7 +143,7 @@ class GcsConnection:
         if (
             fs.credentials.credentials is None
             and settings.get("token") is None
-            and may_be_late(os.environ)
+            and credentials_may_be_late(os.environ)
         ):
             # gcsfs goes on as an anonymous user.
             await connection.close()

@@ -24,8 +24,8 @@ from botocore.utils import get_environ_proxies
 from s3fs import S3FileSystem
 
 from pannier.common import timeouts
-from pannier.common.cloud import may_be_late
 from pannier.common.deadline import within
+from pannier.common.machine import credentials_may_be_late
 from pannier.storage.base import DeniedError, NotFoundError, StorageError, notify_retry
 from pannier.storage.connections import SharedConnection, check_names
 from pannier.storage.http_body import Part, Slices
@@ -201,7 +201,7 @@ class S3Connection:
             try:
                 return await self._call(operation, what, size, arguments)
             except NoneFoundError as still:
-                if not may_be_late(os.environ):
+                if not credentials_may_be_late(os.environ):
                     raise
                 raise TransientError(str(still), answered=False) from still
 

@@ -111,7 +111,7 @@ def test_the_second_save_is_neither_planned_nor_asked_for_in_the_call(
         return unary(self, method, *args, **kwargs)
 
     monkeypatch.setattr(SidecarConnection, "call_repeatedly", counted)
-    monkeypatch.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
+    monkeypatch.setattr("pannier.client.planning.plan_cache.PlannerRun", None)
     handle = client.async_save(state(2.0), checkpoint_id="/x/2")
     assert not calls
     assert handle.result(BOUND_S).attempt
@@ -273,7 +273,7 @@ def test_a_stateful_is_asked_once_and_stays_quick(
     model = Model()
     client.save({"model": model}, checkpoint_id="/x/1")
     with monkeypatch.context() as patched:
-        patched.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
+        patched.setattr("pannier.client.planning.plan_cache.PlannerRun", None)
         client.save({"model": model}, checkpoint_id="/x/2")
     assert model.asked == 2
     # Also where the structure is another.
@@ -435,9 +435,9 @@ def test_a_prepared_save_costs_what_every_save_costs(
     (prepared,) = sidecar.asked(sidecar_pb2.PlanRequest)
     assert prepared.prepare
     assert not sidecar.files
-    assert not client.save_factory.saves
+    assert not client.saves
     with monkeypatch.context() as patched:
-        patched.setattr("pannier.client.planning.stage_plan.PlannerRun", None)
+        patched.setattr("pannier.client.planning.plan_cache.PlannerRun", None)
         patched.setattr("pannier.client.staging.layout._File._write_headers", None)
         client.save(state(), checkpoint_id="/x/1")
     (hand_over,) = claims(sidecar)
@@ -559,7 +559,7 @@ def test_a_plan_that_is_confirmed_late_ingests_the_rank_all_the_same(
         handle = client.async_save(state(), checkpoint_id="/x/2")
         sidecar.wait_for(lambda: len(claims(sidecar)) == 1)
         # Its wait for the plan has timed out.
-        assert client.save_factory.saves.wait_until_sent(BOUND_S)
+        assert client.saves.wait_until_sent(BOUND_S)
         assert not handle.ingest_completion.done()
         claimed = claims(sidecar)[0]
         ingested = save_pb2.RankStatus(rank=0, phase=save_pb2.RANK_PHASE_INGESTED)

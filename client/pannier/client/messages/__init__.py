@@ -1,1 +1,0 @@
-"""Human-readable output of the client: log lines on stderr, a line per save and load, short tracebacks."""
