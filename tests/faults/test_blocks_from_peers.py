@@ -27,6 +27,7 @@ from support.actors.block_reader import (
     data_file,
     whole_blocks,
 )
+from support.actors.scripted_sidecar import wait_until
 from support.network.certificates import Authority, Files
 from support.processes.daemons import Daemon, Daemons, await_serving
 from support.processes.ranks import reserved_port
@@ -147,7 +148,9 @@ def saved(hosts: Hosts) -> Checkpoint:
     options = {"endpoint_url": hosts.server.url, "token": "anon"}
     files = committed(checkpoint_id, attempt[1], [name], options)
     made = Checkpoint(checkpoint_id, attempt[1], files, f"load-{number}")
-    (located,) = BlockReader(hosts.daemons.sidecar_address, made).locate([name]).files
+    reader = BlockReader(hosts.daemons.sidecar_address, made)
+    wait_until(lambda: len(reader.locate([name]).files) == 1)
+    (located,) = reader.locate([name]).files
     assert located.size == files[0].size > 2 * BLOCK_BYTES
     return made
 

@@ -89,7 +89,7 @@ def test_a_save_outlives_its_plan_and_is_committed_by_daemons_that_were_killed_s
     for daemon in all_daemons:
         await_serving(daemon.address, process=daemon.process)
     hold_up(server)
-    plan_s = stretched(5)
+    plan_s = stretched(10)
     began = time.monotonic()
     with party(daemons, words=[LARGE, 4]) as ranks:
         ranks.save(target, 1, timeout_s=plan_s, save_timeout_s=stretched(60))

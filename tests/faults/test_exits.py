@@ -11,7 +11,7 @@ from support.actors.hosts import await_true
 from support.processes.cli import pannier
 from support.processes.daemons import clean_environment
 from support.processes.processes import python
-from support.processes.stretch import BOUND_S
+from support.processes.stretch import BOUND_S, stretched
 from support.storage.gcs_server import GcsServer
 
 BUSY = {"kind": "status", "method": "POST", "path": r"uploadType.*distcp", "status": 503}
@@ -72,7 +72,7 @@ def test_the_last_save_is_committed_before_the_exit_that_ends_a_container(
 ) -> None:
     """A PID namespace without any mark of a container, whose first process is the trainer."""
     root = "gs://bucket/container"
-    server.fault(**BUSY, times=3)
+    server.fault(kind="delay", method="POST", path=BUSY["path"], seconds=stretched(8), times=1)
     output = trained(root, embedded, server, "unshare", "--pid", "--fork", "--mount-proc")
     assert "pannier: waiting until 12.0 MiB of 1 save are committed: process " in output
     # The kernel has ended the namespace's processes by now.

@@ -11,7 +11,7 @@ import pytest
 from pannier.v1 import save_pb2
 from support.processes.daemons import Daemons
 from support.processes.ranks import Ranks, start_ranks
-from support.processes.stretch import BOUND_S
+from support.processes.stretch import BOUND_S, stretched
 from support.processes.watching import await_save
 from support.storage.bucket import check_whole, hold_up, listed
 from support.storage.gcs_server import GcsServer
@@ -154,6 +154,9 @@ def test_a_rank_that_was_not_ingested_is_named_and_the_checkpoint_before_is_load
     root = "gs://bucket/lacking"
     where = daemons.env(**daemons.environment)
     go = tmp_path / "go"
+    # Others look while it is still undecided.
+    daemons.sidecar.constants["pannier.common.timeouts.TRAINER_RETURN_S"] = stretched(15)
+    daemons.sidecar.restart()
     kill_when_ingested(where, server, root, go, daemons.coordinator_address, lacking="1")
     with start_again(where, root) as ranks:
         for rank in range(2):

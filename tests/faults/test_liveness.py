@@ -14,7 +14,7 @@ from support.processes.cli import pannier
 from support.processes.daemons import Daemons
 from support.processes.ranks import start_ranks
 from support.processes.steering import TRAINER, order, outcome
-from support.processes.stretch import BOUND_S
+from support.processes.stretch import BOUND_S, stretched
 from support.processes.watching import all_in, await_save
 from support.storage.gcs_server import GcsServer
 
@@ -31,7 +31,7 @@ def test_a_stopped_rank_is_named_and_a_dead_one_ends_the_save_at_once(
             order(tmp_path, 1, rank)
         assert outcome(ranks, 1, 0) == "committed"
         ranks.processes[1].pause()
-        order(tmp_path, 2, 0, timeout=9)
+        order(tmp_path, 2, 0, timeout=stretched(20))
         named = re.compile(r"rank 1 \(host node-0, last seen ([5-9]|\d\d) s ago\)")
         target = str(tmp_path / "root" / "step-2")
         await_save(

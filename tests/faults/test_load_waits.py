@@ -52,7 +52,7 @@ try:
     client.load(state, reader, planner=Planner(), timeout=float(os.environ["TIMEOUT"]))
 except client.LoadError as error:
     failures = {rank: (each.host, each.kind) for rank, each in error.failures.items()}
-    print("FAILED", error, failures, flush=True)
+    print(f"FAILED {error} {failures}\\n", end="", flush=True)
     os._exit(0)
 print("LOADED", flush=True)
 """
@@ -80,16 +80,16 @@ HOST = socket.gethostname()
             f"still waiting for rank 2 (host {HOST}, ended) to read its part",
         ),
         pytest.param(
-            *(2, "call", "SIGSTOP", 3),
+            *(2, "call", "SIGSTOP", 8),
             f"still waiting for rank 2 (host {HOST}, stopped) to call load",
             marks=pytest.mark.extended,
         ),
-        (2, "plan", "SIGSTOP", 3, f"still waiting for rank 2 (host {HOST}, stopped) to plan"),
+        (2, "plan", "SIGSTOP", 8, f"still waiting for rank 2 (host {HOST}, stopped) to plan"),
         # Within torch's collective.
         (2, "gather", "SIGKILL", 300, f"still waiting for rank 2 (host {HOST}, ended) to put"),
-        (2, "gather", "SIGSTOP", 3, f"still waiting for rank 2 (host {HOST}, stopped) to put"),
+        (2, "gather", "SIGSTOP", 8, f"still waiting for rank 2 (host {HOST}, stopped) to put"),
         # It serves the process group's store.
-        (0, "plan", "SIGSTOP", 3, f"store, which rank 0 (host {HOST}, stopped) or its launcher"),
+        (0, "plan", "SIGSTOP", 8, f"store, which rank 0 (host {HOST}, stopped) or its launcher"),
     ],
 )
 def test_a_rank_that_is_killed_or_stopped_is_named_on_all_others(

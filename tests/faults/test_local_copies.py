@@ -133,7 +133,7 @@ def test_trainers_that_start_again_on_their_host_read_no_data_from_the_bucket(
     monkeypatch.setenv("PANNIER_TRANSPORT", transport)
     root = f"{ROOT}/{transport}-{before}-{after}"
     save_and_kill(daemons, root, "1 2 3", ranks=before)
-    assert copies(daemons) == [f"{root}/step-3"]
+    wait_until(lambda: copies(daemons) == [f"{root}/step-3"])
     files, size, text, output = load(daemons, root, 3, ranks=after)
     assert not data_reads(server, root.removeprefix("gs://bucket/"))
     assert files.keys() == {"own spool"}
@@ -175,7 +175,7 @@ def test_a_sidecar_that_starts_again_still_has_the_copy(
     save_and_kill(daemons, root, "1 2")
     getattr(daemons.sidecar, how)()
     daemons.sidecar.start()
-    assert copies(daemons) == [f"{root}/step-2"]
+    wait_until(lambda: copies(daemons) == [f"{root}/step-2"])
     files, _, _, _ = load(daemons, root, 2)
     assert files.keys() == {"own spool"}
     assert not data_reads(server, root.removeprefix("gs://bucket/"))
@@ -258,7 +258,7 @@ def test_an_overwritten_checkpoint_is_read_from_the_spool_that_has_the_new_one(
     root = f"{ROOT}/again"
     save_and_kill(daemons, root, "1")
     save_and_kill(daemons, root, "1")
-    assert copies(daemons) == [f"{root}/step-1"]
+    wait_until(lambda: copies(daemons) == [f"{root}/step-1"])
     files, _, _, _ = load(daemons, root, 1)
     assert files.keys() == {"own spool"}
     assert not data_reads(server, root.removeprefix("gs://bucket/"))
@@ -270,11 +270,11 @@ def test_saves_of_one_job_never_have_more_than_two_sets_of_files_in_the_spool(
     root = f"{ROOT}/many"
     for start in (1, 6):
         save_and_kill(daemons, root, " ".join(map(str, range(start, start + 5))))
-        assert copies(daemons) == [f"{root}/step-{start + 4}"]
+        wait_until(lambda: copies(daemons) == [f"{root}/step-{start + 4}"])  # noqa: B023
         sizes = [path.stat().st_size for path in (daemons.spool / "0").glob("*.data")]
         assert sum(sizes) <= 2.05 * (20 << 20), sizes
     wait_until(lambda: listed(daemons.sidecar_address).spool_leased_bytes == 0)
-    assert copies(daemons) == [f"{root}/step-10"]
+    wait_until(lambda: copies(daemons) == [f"{root}/step-10"])
     shown = pannier("status", "--address", daemons.sidecar_address)
     assert f"here for loads: 20.0 MiB of {root}/step-10\n" in shown.out
     # What made way for saves has newer ones in its place.
@@ -285,7 +285,7 @@ def test_the_copy_survives_many_saves_of_another_job(daemons: Daemons, server: G
     mine, other = f"{ROOT}/mine", f"{ROOT}/other"
     save_and_kill(daemons, mine, "1 2")
     save_and_kill(daemons, other, "1 2 3 4 5", job="other")
-    assert sorted(copies(daemons)) == [f"{mine}/step-2", f"{other}/step-5"]
+    wait_until(lambda: sorted(copies(daemons)) == [f"{mine}/step-2", f"{other}/step-5"])
     for root, step in ((mine, 2), (other, 5)):
         files, _, _, _ = load(daemons, root, step)
         assert files.keys() == {"own spool"}
@@ -296,7 +296,7 @@ def test_starts_without_a_job_name_of_their_own_are_one_job_by_their_root(daemon
     root = f"{ROOT}/nameless"
     for number in (1, 2, 3):
         save_and_kill(daemons, root, str(number), job=f"job-0000000{number}")
-    assert copies(daemons) == [f"{root}/step-3"]
+    wait_until(lambda: copies(daemons) == [f"{root}/step-3"])
 
 
 def test_a_save_that_needs_the_room_takes_it_and_says_so(daemons: Daemons) -> None:
@@ -306,9 +306,9 @@ def test_a_save_that_needs_the_room_takes_it_and_says_so(daemons: Daemons) -> No
     # Room for one set of files and a half.
     daemons.sidecar.arguments += ["--spool-budget", str(32 << 20)]
     daemons.sidecar.start()
-    assert copies(daemons) == [f"{root}/step-1"]
+    wait_until(lambda: copies(daemons) == [f"{root}/step-1"])
     save_and_kill(daemons, f"{root}-2", "1", job="other")
-    assert copies(daemons) == [f"{root}-2/step-1"]
+    wait_until(lambda: copies(daemons) == [f"{root}-2/step-1"])
     assert (
         f"the local copy of {root}/step-1 (20.0 MiB) ends: the spool is full"
         in daemons.sidecar.log()

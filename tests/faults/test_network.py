@@ -124,7 +124,7 @@ def test_a_cut_from_the_coordinator_ends_only_saves_whose_deadline_passes_meanwh
 def test_a_cut_from_storage_for_seconds_holds_an_upload_up(
     network: Network, daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    network.slow(HERE, "200mbit")
+    network.slow(HERE, "50mbit")
     with new_client(daemons, server, monkeypatch) as client:
         target = "gs://bucket/storage/step-1"
         handle = client.async_save(LARGE, checkpoint_id=target, timeout=60)
@@ -136,6 +136,7 @@ def test_a_cut_from_storage_for_seconds_holds_an_upload_up(
         network.cut(HERE)
         time.sleep(3)
         assert not handle.done()
+        network.slow(HERE, "1gbit")
         network.mend(HERE)
         handle.result(BOUND_S)
         check(client, LARGE, target)
@@ -145,7 +146,7 @@ def test_a_cut_from_storage_for_seconds_holds_an_upload_up(
 def test_a_trainer_cut_from_its_sidecar_goes_on_where_it_was(
     network: Network, daemons: Daemons, server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    network.slow("node", "200mbit")
+    network.slow("node", "50mbit")
     address = f"{network.address('node')}:{PORT}"
     with new_client(daemons, server, monkeypatch, sidecar=address) as client:
         target = "gs://bucket/remote/step-1"
@@ -156,6 +157,7 @@ def test_a_trainer_cut_from_its_sidecar_goes_on_where_it_was(
         assert held < handle.status().bytes
         wait_until(lambda: address in handle.status().waiting_on)
         assert not handle.done()
+        network.slow("node", "1gbit")
         network.mend(HERE)
         handle.result(BOUND_S)
         check(client, LARGE, target)

@@ -187,11 +187,11 @@ def test_the_limit_of_uploads_is_shown_while_it_limits(host: Host) -> None:
     with Trainer(host.sidecar.address) as trainer:
         context = trainer.context("gs://bucket/limited/step-1")
         trainer.hand_over(
-            context, *(trainer.write(context, str(n), some_bytes(3 * MIB, n)) for n in range(2))
+            context, *(trainer.write(context, str(n), some_bytes(12 * MIB, n)) for n in range(2))
         )
         wait_until(lambda: listed(host.sidecar.address).upload_limited)
         host.coordinator.await_phase(context, DURABLE)
         reached = await_save(host.sidecar.address, context.checkpoint_id, lambda save: True)
         (rank,) = reached.ranks
-        assert rank.bytes_durable == 6 * MIB
+        assert rank.bytes_durable == 24 * MIB
         wait_until(lambda: not listed(host.sidecar.address).upload_limited)

@@ -28,7 +28,7 @@ from support.network.netns import HERE, Network, network_or_skip
 from support.network.several_hosts import Host, Hosts, Job
 from support.processes.daemons import Daemon, Daemons, await_serving
 from support.processes.ranks import reserved_port
-from support.processes.stretch import BOUND_S
+from support.processes.stretch import BOUND_S, stretched
 from support.processes.watching import ABORTED, COMMITTED, all_in, await_save, listed
 from support.storage.bucket import check_whole, data_reads, hold_up
 from support.storage.gcs_server import GcsServer
@@ -52,8 +52,8 @@ class Replicating:
         for daemon, port in zip(self.daemons.sidecars, self._ports, strict=True):
             address = f"127.0.0.1:{port.getsockname()[1]}"
             daemon.arguments += ["--peers", address, *tls.flags, "--replicas", "1", *arguments]
-        for name in ("TAKE_OVER_S", "NO_HOLDER_S"):
-            self.daemons.coordinator.constants[f"pannier.common.timeouts.{name}"] = 1.0
+        for name, seconds in (("TAKE_OVER_S", stretched(6)), ("NO_HOLDER_S", 1.0)):
+            self.daemons.coordinator.constants[f"pannier.common.timeouts.{name}"] = seconds
 
     @property
     def all(self) -> Sequence[Daemon]:

@@ -89,6 +89,8 @@ def test_a_stream_goes_on_at_the_offset_that_the_killed_sidecar_held(host: Host)
                 stream.send(data[offset : offset + MIB], offset)
             assert [stream.committed(), stream.committed()] == [16 * MIB, 32 * MIB]
             host.sidecar.kill()
+        # Its last reports have been read.
+        wait_until(lambda: not host.coordinator._streams)
         before = len(host.coordinator.reports)
         host.sidecar.start()
         trainer.connect()
@@ -114,6 +116,8 @@ def test_an_abort_that_no_sidecar_received_is_cleaned_up_after_the_restart(host:
         trainer.hand_over(context, trainer.write(context, "0", os.urandom(MIB)))
         host.coordinator.await_phase(context, DURABLE)
     host.sidecar.kill()
+    # Its last reports have been read.
+    wait_until(lambda: not host.coordinator._streams)
     before = len(host.coordinator.reports)
     host.sidecar.start()
     report = host.coordinator.await_phase(context, DURABLE, after=before)

@@ -59,7 +59,7 @@ def impatient(daemons: Daemons, tmp_path: Path) -> Iterator[str]:
     """Address of a second sidecar, which takes a store for stalled much sooner."""
     sidecar = daemons.sidecars[1]
     main = "from pannier.common import timeouts; "
-    main += "timeouts.STORAGE_IDLE_S = timeouts.STORAGE_CONNECT_S = 2.0; "
+    main += "timeouts.STORAGE_IDLE_S = timeouts.STORAGE_CONNECT_S = 5.0; "
     main += "from pannier.cli.main import main; main()"
     process = Process(
         "impatient sidecar",
@@ -154,7 +154,7 @@ def test_a_stalled_upload_is_cut_off_and_goes_on(
 ) -> None:
     target = "gs://bucket/stalled/step-1"
     last = f"bytes {SIZE // UNIT * UNIT}-"
-    server.fault(kind="delay", seconds=stretched(10), **PIECES, content_range=last)
+    server.fault(kind="delay", seconds=stretched(20), **PIECES, content_range=last)
     before = len(server.requests())
     with Client(load_settings(sidecar=impatient, job="stalled")) as client:
         client.save(state(), checkpoint_id=target)

@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("in-step")
     root = directory / "run"
     with Daemons(directory) as daemons:
-        env = daemons.env(ROOT=str(root), REPORT=str(directory), PANNIER_PLAN_TIMEOUT="5")
+        env = daemons.env(ROOT=str(root), REPORT=str(directory), PANNIER_PLAN_TIMEOUT="12")
         run_ranks(SCRIPT, 2, env, timeout=150, torchrun=False)
     return Run([json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)], root)
 
@@ -123,7 +123,7 @@ def test_a_rank_that_saves_by_a_cached_plan_fails_one_save_of_all_after_missed_c
             ROOT=str(root),
             REPORT=str(tmp_path),
             SIDECARS=" ".join(addresses),
-            PANNIER_PLAN_TIMEOUT="3",
+            PANNIER_PLAN_TIMEOUT="10",
             PANNIER_TRANSPORT=transport,
         )
         run_ranks(SCRIPT.with_name("missed_calls.py"), 2, env, timeout=150, torchrun=False)

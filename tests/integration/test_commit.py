@@ -166,7 +166,7 @@ def test_a_reader_sees_one_whole_checkpoint_or_the_other(
 def test_a_rank_that_dies_before_it_is_ingested_fails_the_others_by_name(
     daemons: Daemons, tmp_path: Path
 ) -> None:
-    victim, plan_timeout = 1, 6
+    victim, plan_timeout = 1, 12
     root = tmp_path / "run"
     env = daemons.env(PANNIER_PLAN_TIMEOUT=str(plan_timeout), PANNIER_SAVE_TIMEOUT="60")
     env |= {"ROOT": str(root), "REPORT": str(tmp_path), "VICTIM": str(victim)}

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,10 @@ import torch.distributed.checkpoint as dcp
 
 from pannier.client.client import Client
 from pannier.client.config import load_settings
+from pannier.client.embedded.daemon_spec import host_daemons
+from pannier.client.embedded.launcher import is_idle
 from pannier.wire.errors import ConfigurationError, UnavailableError
+from support.actors.scripted_sidecar import wait_until
 from support.network.several_hosts import listeners
 from support.processes.cli import pannier
 from support.processes.daemons import Daemons
@@ -190,7 +194,9 @@ def test_daemons_that_were_killed_are_started_again(embedded: Path, tmp_path: Pa
     with Client(load_settings()) as client:
         client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-1")
         for process in running(embedded):
-            process.kill()
+            # They end with their supervisor.
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         client.save({"w": torch.ones(10)}, checkpoint_id=tmp_path / "step-2")
     assert torch.equal(load(tmp_path / "step-2", w=torch.ones(10))["w"], torch.ones(10))
 
@@ -256,6 +262,7 @@ def test_a_trainer_with_another_endpoint_is_refused_and_one_with_new_credentials
     assert not (tmp_path / "step-2").exists()
 
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    wait_until(lambda: is_idle(host_daemons(load_settings())))
     monkeypatch.setenv("AWS_SESSION_TOKEN", "rotated")
     with Client(load_settings()) as client:
         # Idle daemons would go on with what may have expired.
@@ -309,6 +316,12 @@ def test_a_cleaner_of_tmp_leaves_the_runtime_directory_alone(
             os.close(fd)
 
 
+def remove(directory: Path) -> None:
+    """Removes a directory; the supervisor may put its files back meanwhile."""
+    while directory.exists():
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 @pytest.mark.parametrize("removed", ["sockets", "directory"])
 def test_saves_go_on_when_a_cleaner_has_removed_the(
     removed: str, embedded: Path, tmp_path: Path
@@ -317,7 +330,7 @@ def test_saves_go_on_when_a_cleaner_has_removed_the(
         client.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "step-1")
         before = running(embedded)
         if removed == "directory":
-            shutil.rmtree(embedded)
+            remove(embedded)
         else:
             for socket in embedded.glob("*.sock*"):
                 socket.unlink()
@@ -344,7 +357,7 @@ def test_daemons_whose_directory_was_removed_just_now_are_ended_by_down(
     with Client(load_settings()) as client:
         client.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "step-1")
     (supervisor, *_) = running(embedded)
-    shutil.rmtree(embedded)
+    remove(embedded)
     ended = pannier("down", "--runtime-dir", str(embedded))
     assert "the daemons have exited" in ended.out, ended
     assert has_ended(supervisor)

@@ -1,6 +1,7 @@
 """Extra files of a save: with real daemons, read by plain tools."""
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,8 +154,9 @@ def test_a_framework_loads_what_this_process_is_saving_again(
         return scratch.stage("step-1", [file])
 
     def save_slowly(value: float) -> None:
-        server.fault(kind="delay", method="POST", path="uploadType=resumable", seconds=1)
+        server.fault(kind="delay", method="POST", path="uploadType=resumable", seconds=BOUND_S)
         assert not save(value).done()
+        threading.Timer(0.5, server.release).start()
 
     save(1.0).result(BOUND_S)
     scratch.restore("step-1", lambda name: True)

@@ -4,7 +4,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -210,7 +210,8 @@ def test_files_and_descriptors_do_not_pile_up(settings: Settings, tmp_path: Path
 
 def test_the_sidecar_lets_the_trainers_go_first(daemons: Daemons) -> None:
     own = os.getpriority(os.PRIO_PROCESS, os.getpid())
-    tasks = Path(f"/proc/{daemons.sidecar.pid}/task").iterdir()
-    assert {os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks} == {
-        min(19, own + 10)
-    }
+    found = set()
+    for task in Path(f"/proc/{daemons.sidecar.pid}/task").iterdir():
+        with suppress(ProcessLookupError):  # idle threads end
+            found.add(os.getpriority(os.PRIO_PROCESS, int(task.name)))
+    assert found == {min(19, own + 10)}

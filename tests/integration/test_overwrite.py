@@ -157,7 +157,7 @@ def load_version(place: str) -> torch.Tensor:
 def test_an_overwritten_checkpoint_stays_under_its_reader_and_goes_afterwards(
     client: Client, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeouts, "LEASE_RENEW_S", 1.0)
+    monkeypatch.setattr(timeouts, "LEASE_RENEW_S", 3.0)
     first = client.save(version(1), checkpoint_id=place)
     loaded, planner = version(0), Halting()
     problems: list[BaseException] = []

@@ -194,6 +194,6 @@ def test_a_dead_trainer_whose_plan_can_not_be_read_is_named(
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(saves: Saves) -> None:
-    saves.hand_over(0, 2, timeout_s=1)
+    saves.hand_over(0, 2, timeout_s=8)
     status = saves.reached(2, lambda status: status.state == ABORTED)
     assert "waiting for rank 1" in status.failures[0].message

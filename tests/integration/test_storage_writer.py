@@ -500,7 +500,7 @@ def a_rank_that_never_writes_is_named_at_the_deadline() -> None:
     from pannier.wire.errors import SaveAbortedError
 
     rank = dist.get_rank()
-    writer = client.StorageWriter(f"{os.environ['ROOT']}/never", timeout=5)
+    writer = client.StorageWriter(f"{os.environ['ROOT']}/never", timeout=12)
     planner = DefaultSavePlanner()
     planner.set_up_planner({"w": rank}, writer.storage_meta(), rank == 0)
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)

@@ -19,6 +19,8 @@ from support.processes.watching import ABORTED, await_save
 
 TRAINER = """
 import os
+from pannier.common import timeouts
+timeouts.TRACES_EXPORT_S = 60.0  # the collector may stand still
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -166,7 +168,8 @@ def test_ids_follow_from_the_save_and_are_never_another_ones() -> None:
 
 
 FORKED = """
-from pannier.common import tracing
+from pannier.common import timeouts, tracing
+timeouts.TRACES_EXPORT_S = 60.0
 from pannier.supervisor.processes import fork
 from pannier.v1 import save_pb2
 

@@ -55,7 +55,7 @@ def test_training_is_preempted_and_goes_on(tmp_path: Path, embedded: Path) -> No
     root = tmp_path / "checkpoints"
     slowed = on_several_hosts(training(root)).replace(
         "torch_xla.sync()\n",
-        'torch_xla.sync()\n    print("step", step, flush=True)\n    time.sleep(0.2)\n',
+        'torch_xla.sync()\n    print("step", step, flush=True)\n    time.sleep(0.2 if step < 3 else 3.0)\n',
     )
     (keep,) = re.findall(r"max_to_keep.*`(PANNIER_JOB=\S+ PANNIER_KEEP_NEWEST=3)`", PAGE)
     settings = dict(each.split("=") for each in keep.split())
@@ -92,7 +92,7 @@ def test_a_notice_to_one_host_stops_all_at_the_same_step(tmp_path: Path, daemons
     script = on_several_hosts(training(root)).replace(', init_method="xla://"', "")
     script = script.replace(
         "torch_xla.sync()\n",
-        'torch_xla.sync()\n    print("step", step, flush=True)\n    time.sleep(0.2)\n',
+        'torch_xla.sync()\n    print("step", step, flush=True)\n    time.sleep(0.2 if step < 3 else 3.0)\n',
     )
     with xla.start_program(f"import time\n{script}", 4, daemons.env(), processes=2) as program:
         program.wait_for("step 3\n")

@@ -20,7 +20,7 @@ SESSION = uuid.uuid4().hex[:8]
 MARKER = "PANNIER_TEST_SESSION"
 """Environment variable that every process of this session inherits, however far it detaches."""
 LOG_TAIL = 64 << 10
-_WRITTEN_S = 0.5
+_WRITTEN_S = 2.0
 """Until a process that hangs has written its stacks."""
 
 _running: set["Process"] = set()

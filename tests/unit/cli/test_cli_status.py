@@ -11,9 +11,10 @@ import grpc
 import pytest
 from google.protobuf import json_format
 
+from pannier.common import timeouts
 from pannier.common.message_json import timestamp
 from pannier.v1 import load_status_pb2, save_pb2, status_pb2, status_pb2_grpc
-from support.processes.cli import pannier, pannier_in_terminal
+from support.processes.cli import pannier, pannier_here, pannier_in_terminal
 from support.processes.daemons import short_directory
 from support.processes.stretch import BOUND_S
 
@@ -469,14 +470,16 @@ def test_watch_ends_when_a_daemon_does_not_return(
     assert 1 < len(daemon.asked) < 200
 
 
-def test_watch_ends_when_a_daemon_does_not_respond_any_more(serve: Serve) -> None:
+def test_watch_ends_when_a_daemon_does_not_respond_any_more(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "WATCH_STREAM_S", 4.0)
+    monkeypatch.setattr(timeouts, "WATCH_RECONNECT_S", 0.2)
     # The second is as that of a daemon that is only quiet.
     daemon = Scripted(episodes=[[UPLOADING], [UPLOADING]])
     daemon.hangs = True
     daemon.refusal = grpc.StatusCode.UNAVAILABLE
-    result = pannier(
-        "watch", ID, "--json", "--address", serve(daemon), env={"PANNIER_TIME_SCALE": "0.02"}
-    )
+    result = pannier_here("watch", ID, "--json", "--address", serve(daemon))
     assert result.code == 3, result
     assert len(result.json_lines()) == 2
 

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def up(tmp_path: Path) -> Iterator[Up]:
         process.close()
     for name in ("sidecar", "coordinator"):
         for pid in running.pids(name):
-            if psutil.pid_exists(pid):
+            with suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).kill()
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -176,7 +177,8 @@ def test_down_names_other_daemons_that_run_and_none_that_were_killed(up: Up) -> 
     up.both_started()
     assert f"other daemons run in {up.directory} (pannier " in down(usual).output
     for pid in (process.pid, *up.pids("sidecar"), *up.pids("coordinator")):
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # they end with their supervisor
+            os.kill(pid, signal.SIGKILL)
     process.wait(BOUND_S)
     assert (up.directory / "up.pid").exists()
     assert down(usual).output == f"no daemons run: {usual}\n"

@@ -18,6 +18,7 @@ from pannier.client.ranks.rank_problem import Failed, Problem
 from pannier.client.ranks.store_barrier import Missing, Step, StoreBarrier
 from pannier.common import timeouts
 from pannier.wire.errors import InvalidRequestError
+from support.actors.scripted_sidecar import wait_until
 from support.processes.stretch import BOUND_S, stretched
 
 FIRST = Step("first", "to begin")
@@ -76,13 +77,17 @@ def test_those_that_do_not_come_are_named_and_a_late_one_gets_the_same(
     monkeypatch.setattr(timeouts, "WAIT_LOOK_S", stretched(0.1))
     store, size, late = HashStore(), 24, {3, 17}
 
-    def call(rank: int) -> Any:
-        return barrier(store, rank, size, stretched(0.3)).arrive(FIRST, rank, settle)
+    def call(rank: int, timeout_s: float = BOUND_S) -> Any:
+        return barrier(store, rank, size, timeout_s).arrive(FIRST, rank, settle)
 
     here = [rank for rank in range(size) if rank not in late]
     expected = [[[rank, rank] for rank in here], sorted(late)]
-    outcomes = on_all(pool, here, call)
-    assert all(outcome == expected for outcome in outcomes.values())
+    *waiting, last = here
+    outcomes = [pool.submit(call, rank) for rank in waiting]
+    wait_until(lambda: store.check([f"test/1/first/rank/{rank}" for rank in waiting]))
+    # The last of them waits for the shortest time.
+    assert call(last, stretched(5)) == expected
+    assert all(outcome.result(BOUND_S) == expected for outcome in outcomes)
     assert call(3) == expected
 
 

@@ -109,7 +109,7 @@ def test_storage_that_does_not_answer_is_named_while_it_is_read(
     original = StorageDir.read_into
 
     def slow(place: StorageDir, name: str, offset: int, target: memoryview) -> None:
-        wait_until(lambda: caplog.records)
+        wait_until(lambda: "for bucket" in caplog.text)
         original(place, name, offset, target)
 
     monkeypatch.setattr(StorageDir, "read_into", slow)

@@ -133,7 +133,7 @@ def test_a_host_that_stalls_or_is_dead_is_not_asked_again(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(timeouts, "FETCH_POLL_S", 0.02)
-    monkeypatch.setattr(timeouts, "FETCH_STALL_S", 0.1)
+    monkeypatch.setattr(timeouts, "FETCH_STALL_S", 1.0)
     blocks, (first, _) = start(stalls, sends(DATA))
     for _ in range(2):
         assert read(blocks) == (DATA, "node-1")

@@ -498,13 +498,13 @@ def test_a_rank_that_missed_calls_fails_the_save_that_the_others_are_at_and_is_i
     handle = client.async_save(state(), checkpoint_id="/x/7")
     if known == "by its status":
         sidecar.wait_for(lambda: len(claims(sidecar)) == 1)
-        sidecar.commit = sidecar.confirm = True
         failure = save_pb2.Failure(rank=0, message="async_save was not called there")
         save = claims(sidecar)[0].context.save
         state_ = save_pb2.SAVE_STATE_ABORTED
         sidecar.send_status(save, state_, failure, checkpoint_id="/x/2")
     with pytest.raises(SaveAbortedError, match="missed save calls of the other ranks"):
         handle.result(BOUND_S)
+    sidecar.commit = sidecar.confirm = True
     (failed,) = sidecar.asked(sidecar_pb2.FailRequest)
     assert failed.context.save.number == 7
     assert "missed save calls" in failed.failure.message

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -501,8 +501,13 @@ def test_a_save_without_a_decision_ends_after_its_deadline(
 ) -> None:
     monkeypatch.setattr(timeouts, "DECISION_S", 0.2)
     sidecar.commit = False
+    go = threading.Event()
+    sidecar.on["HandOver"] = lambda _: go.wait(BOUND_S)
+    saving = begin(session)
+    sidecar.wait_for(lambda: bool(sidecar.asked(sidecar_pb2.HandOverRequest)))
+    saving.call.options = replace(saving.call.options, deadline=Deadline(1))
     began = time.monotonic()
-    saving = begin(session, timeout_s=1)
+    go.set()
     with pytest.raises(
         InDoubtError, match=r"job/abc/g1/1 to /x/y.*may still be committed.*pannier ls /x"
     ):
@@ -679,7 +684,8 @@ def test_staging_memory_is_used_again_only_if_nothing_may_still_read_it(
         monkeypatch.setattr(Save, "_gave_files", True)
     save.staged(Staged([], arena=arena))
     carry(save)
-    assert saves.idle == (0 if gave_files else 1)
+    # Without a decision it may be over by now.
+    assert decision == "none" or saves.idle == (0 if gave_files else 1)
     if decision == "committed":
         sidecar.send_status(CONTEXT.save, save_pb2.SAVE_STATE_COMMITTED, checkpoint_id="/x/y")
     if decision == "aborted":
@@ -879,7 +885,7 @@ def test_a_save_that_gets_no_staging_memory_in_time_names_those_that_hold_it() -
         Planned(saves).admit()
     with pytest.raises(DeadlineError) as caught:
         Planned(saves, timeout_s=0.2).admit()
-    assert str(caught.value) == (
+    assert re.sub(r"within [\d.]+ s", "within 0.2 s", str(caught.value)) == (
         "no staging memory became free within 0.2 s: 2 saves hold it (PANNIER_MAX_IN_FLIGHT): "
         "; save less often or raise it"
     )

@@ -154,7 +154,7 @@ def test_a_bucket_that_hangs_refuses_or_cuts_a_request_only_delays_the_load(
         wait_until(lambda: not any("pannier-stored" in each.name for each in threading.enumerate()))
     assert rule["hits"] == 1
     if fault["kind"] == "delay":
-        assert progress.report().status.hedges == 1
+        assert progress.report().status.hedges >= 1
 
 
 @pytest.mark.parametrize(

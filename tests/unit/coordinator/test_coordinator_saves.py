@@ -270,7 +270,7 @@ def test_unfinished_rank_is_named_at_the_deadline(sockets: Path, tmp_path: Path)
             sidecar = await client.attach("node-1")
             finals = await asyncio.gather(
                 *(
-                    client.plan(context(rank, str(place)), halves(rank), save_timeout_s=4)
+                    client.plan(context(rank, str(place)), halves(rank), save_timeout_s=7)
                     for rank in (0, 1)
                 )
             )

@@ -8,7 +8,7 @@ one plan; no data file goes before ABORT; and every save ends.
 import asyncio
 import shutil
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -224,10 +224,10 @@ class Coordinator(RuleBasedStateMachine):
         attempt = records.name
         # Files first: they may go as soon as ABORT stands.
         left = {path.name for path in self.place.glob("*.distcp")}
-        receipts = [
-            records_pb2.Receipt.FromString(path.read_bytes())
-            for path in (records / "receipts").glob("[0-9]")
-        ]
+        receipts = []
+        for path in (records / "receipts").glob("[0-9]"):
+            with suppress(FileNotFoundError):  # a deletion that is still under way
+                receipts.append(records_pb2.Receipt.FromString(path.read_bytes()))
         decision = self._decision(attempt)
         if decision is not None:
             assert self.decisions.setdefault(attempt, decision) == decision

@@ -517,7 +517,7 @@ def test_a_rank_that_never_claims_a_plan_is_named(sockets: Path, tmp_path: Path)
         status = await job.await_state(2, ABORTED)
         assert causes(status)[1].startswith("async_save was not called there")
         # So is one whose full plan is requested.
-        await job.claim_all(3, part="f" * 64, timeout_s=2.0)
+        await job.claim_all(3, part="f" * 64, timeout_s=5.0)
         status = await job.await_state(3, ABORTED)
         assert sorted(causes(status)) == [0, 1]
         assert causes(status)[0].startswith("its full plan was requested")
@@ -529,9 +529,9 @@ def test_a_save_known_from_reports_has_the_deadline_that_ranks_report(
     sockets: Path, tmp_path: Path
 ) -> None:
     async def scenario(job: Job) -> None:
-        await job.claim_all(2, save_timeout_s=3.0)
+        await job.claim_all(2, save_timeout_s=6.0)
         status = await job.agreed(2)
-        assert status.waiting_on.deadline_s <= 3
+        assert status.waiting_on.deadline_s <= 6
         assert "not durable in time" in str(causes(await job.await_state(2, ABORTED)))
 
     play(scenario, sockets, tmp_path)

@@ -83,20 +83,20 @@ def test_write_streams_have_a_limit_that_leaves_other_calls_alone(
 
 
 def test_streams_that_say_nothing_are_cut(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "WRITE_HEADER_S", 0.3)
     monkeypatch.setattr(timeouts, "WRITE_IDLE_S", 0.3)
     host.start()
     trainer = host.trainer()
-    mute = trainer.channel.stream_stream("/pannier.v1.Sidecar/Write")(
-        iter(threading.Event().wait, True), timeout=BOUND_S
-    )
     context = trainer.context(host.id())
     with trainer.stream(trainer.header(context, "0", MIB)) as begun:
         assert begun.committed() == 0
         with pytest.raises((errors.PannierError, AssertionError)):
             begun.committed()
-        with pytest.raises(grpc.RpcError):
-            next(mute)
+    monkeypatch.setattr(timeouts, "WRITE_HEADER_S", 0.3)
+    mute = trainer.channel.stream_stream("/pannier.v1.Sidecar/Write")(
+        iter(threading.Event().wait, True), timeout=BOUND_S
+    )
+    with pytest.raises(grpc.RpcError):
+        next(mute)
     # An honest one that was stopped meanwhile goes on with another stream.
     monkeypatch.setattr(timeouts, "WRITE_HEADER_S", BOUND_S)
     monkeypatch.setattr(timeouts, "WRITE_IDLE_S", BOUND_S)

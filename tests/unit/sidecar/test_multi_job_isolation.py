@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pannier.common import timeouts
 from pannier.v1 import (
     save_pb2,
     sidecar_pb2,
@@ -27,6 +28,7 @@ from support.actors.nodes import (
     raw_connection,
 )
 from support.actors.scripted import attempt_of
+from support.processes.stretch import BOUND_S
 
 COMMITTED = save_pb2.SAVE_STATE_COMMITTED
 MIB = 1 << 20
@@ -187,7 +189,10 @@ def test_a_file_that_is_damaged_or_missing_leaves_the_tokens_as_they_are(two: No
 # Restarts.
 
 
-def test_a_new_life_takes_up_what_each_job_had(host: NodeHost) -> None:
+def test_a_new_life_takes_up_what_each_job_had(
+    host: NodeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "TRAINER_RETURN_S", BOUND_S)
     host.job("a")
     host.job("b")
     host.start()

@@ -219,9 +219,9 @@ def test_a_file_into_which_a_trainer_stages_another_save_is_not_sent_on(
     trainer = slow.origin.trainer(0, (0, 1))
     context = trainer.context(slow.origin.id())
     with LeaseHolder(trainer, slow.origin.address) as leases:
-        (leased,) = leases.lease(3 * MIB)
+        (leased,) = leases.lease(8 * MIB)
         name = trainer.header(context, "0", 0).name
-        hand_over(trainer, context, [staged(leased, name, os.urandom(3 * MIB))])
+        hand_over(trainer, context, [staged(leased, name, os.urandom(8 * MIB))])
         await_true(lambda: slow.holder.sidecar.replicas.size > 0, "it arrives")
         # As a trainer does before it stages there.
         os.pwrite(leased.fd, os.urandom(STAMP_BYTES), leased.capacity)
@@ -254,5 +254,10 @@ def test_the_newest_save_goes_first(hosts: ReplicaHosts, caplog: pytest.LogCaptu
         hosts.origin.coordinator.await_phase(context, INGESTED)
     hosts.assign()
     hosts.await_held(3)
-    said = [each.getMessage() for each in caplog.records if "has a replica on" in each.getMessage()]
-    assert [each.split(" to ")[0][-2:] for each in said] == ["/3", "/2", "/1"]
+
+    def said() -> list[str]:
+        lines = [each.getMessage() for each in caplog.records]
+        return [each.split(" to ")[0][-2:] for each in lines if "has a replica on" in each]
+
+    await_true(lambda: len(said()) == 3, "all are said")
+    assert said() == ["/3", "/2", "/1"]

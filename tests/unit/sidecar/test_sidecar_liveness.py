@@ -38,8 +38,12 @@ def test_a_trainer_without_a_save_is_reported_with_when_it_was_last_seen(host: H
     await_true(
         lambda: reported(host)[0].seconds_since_seen > 1.5, "the missing pings in the report"
     )
-    ping(trainer)
-    await_true(lambda: reported(host)[0].seconds_since_seen < 1.4, "the ping in the report")
+
+    def pinged() -> bool:
+        ping(trainer)
+        return reported(host)[0].seconds_since_seen < 1.4
+
+    await_true(pinged, "a ping in the report")
     # Only the one that is connected speaks for it.
     trainers = host.sidecar.trainers
     before = trainers._last_seen[("job", "inc1", 0)]

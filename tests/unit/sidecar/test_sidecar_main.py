@@ -75,7 +75,7 @@ def test_a_second_signal_ends_the_grace_period(host: Host) -> None:
 
 
 def test_an_idle_sidecar_leaves(host: Host) -> None:
-    host.sidecar.arguments += ["--idle-exit", "0.5"]
+    host.sidecar.arguments += ["--idle-exit", "5"]
     host.sidecar.start()
     with Trainer(host.sidecar.address) as trainer:
         context = trainer.context(f"{host.root}/step-1")

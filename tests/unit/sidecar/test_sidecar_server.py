@@ -666,7 +666,7 @@ def test_a_trainer_that_dies_after_ingestion_is_not_needed(
 def test_a_trainer_that_connects_again_in_time_keeps_its_save(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeouts, "TRAINER_RETURN_S", 3.0)
+    monkeypatch.setattr(timeouts, "TRAINER_RETURN_S", 5.0)
     host.start()
     host.coordinator.files = {0: {"0": 10}}
     trainer = host.trainer()
@@ -674,7 +674,7 @@ def test_a_trainer_that_connects_again_in_time_keeps_its_save(
     trainer.plan(context)
     trainer.disconnect()
     trainer.connect()
-    time.sleep(3.2)
+    time.sleep(5.2)
     trainer.hand_over(context, trainer.write(context, "0", b"x" * 10), plan_id=PLAN_ID)
     host.coordinator.await_phase(context, save_pb2.RANK_PHASE_DURABLE)
     host.coordinator.decide(context, COMMITTED)

@@ -220,11 +220,12 @@ def test_a_peer_that_accepts_nothing_holds_no_core(tls: Files | None) -> None:
 
 
 def test_a_stalled_peer_is_a_timeout(tls: Files | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "STORAGE_CONNECT_S", 0.2)
-    monkeypatch.setattr(timeouts, "STORAGE_IDLE_S", 0.2)
-
     async def test() -> None:
         async with Peer(tls).running() as peer:
+            # The connection is kept.
+            assert (await peer.put(Slices(b"first"))).status == 200
+            for name in ("STORAGE_CONNECT_S", "STORAGE_IDLE_S"):
+                monkeypatch.setattr(timeouts, name, 0.2)
             peer.stall_after = 1
             with pytest.raises(asyncio.TimeoutError, match=r"did not answer for \d s"):
                 await peer.put(Slices(some_bytes(1 << 20) * 64))

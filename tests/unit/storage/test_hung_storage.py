@@ -97,13 +97,14 @@ def test_calls_that_hang_are_abandoned_by_name_and_others_go_on(
         turn = 0
         while abandoned() < before + MOST_HUNG:
             # On a busy machine some of them are late before a thread has taken them.
-            reads = [hung.read(".metadata") for _ in range(io_threads._THREADS)]
+            left = int(before + MOST_HUNG - abandoned())
+            reads = [hung.read(".metadata") for _ in range(min(io_threads._THREADS, left))]
             answers = await asyncio.gather(*reads, return_exceptions=True)
             assert all(isinstance(each, HungError) for each in answers)
             if turn == 0:
                 named = f"{dead.directory}/run: read has not returned for"
                 assert any(named in str(each) for each in answers)
-                assert before < abandoned() <= before + io_threads._THREADS
+                assert abandoned() <= before + io_threads._THREADS
             turn += 1
             # Another root, and the same process's set-up, don't notice.
             well = store_at(tmp_path / "well" / "step", 10)
@@ -279,7 +280,8 @@ def test_the_check_of_a_path_on_a_dead_mount_is_abandoned_by_name(
     named = f"{dead.directory}/run: check_allowed has not returned for"
     with pytest.raises(UnavailableError, match=named):
         asyncio.run(check_allowed_in_time(f"{dead.directory}/run/step", [dead.directory]))
-    assert dead.waiting == 1
+    # A busy machine may have withdrawn it before a thread took it.
+    assert dead.waiting <= 1
 
 
 @pytest.mark.parametrize("jobs", [False, True], ids=["--allow", "--jobs"])

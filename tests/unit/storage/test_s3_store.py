@@ -192,7 +192,7 @@ def test_a_missing_bucket_and_a_wrong_endpoint_are_errors(server: S3Server) -> N
             await store.probe()
         await store.close()
         # The first try alone takes 2 s on a busy machine.
-        lost = store_in(server, "bucket/a", deadline_s=5, endpoint_url="http://127.0.0.1:1")
+        lost = store_in(server, "bucket/a", deadline_s=10, endpoint_url="http://127.0.0.1:1")
         with pytest.raises(StorageError, match=r"127\.0\.0\.1:1.*given up"):
             await lost.probe()
         await lost.close()
@@ -330,7 +330,7 @@ def test_an_answer_without_an_etag_is_no_answer(faulty: S3Server, tmp_path: Path
         (reason,) = await upload(store, tmp_path, BIG)
         assert "upload_part has no ETag" in reason
         faulty.fault(kind="status", method="HEAD", times=-1, **bare)
-        with limited(until=lambda: began + 1):
+        with limited(until=lambda: began + 4):
             began = time.monotonic()
             with pytest.raises(StorageError, match=r"head_object has no .*ETag.*given up"):
                 await store.stat("decision")
@@ -351,7 +351,7 @@ def test_an_empty_or_foreign_body_is_no_listing(faulty: S3Server, foreign: str) 
             faulty.fault(**answer, method="GET", times=-1)
             began = time.monotonic()
             with (
-                limited(until=lambda: began + 1),  # noqa: B023
+                limited(until=lambda: began + 4),  # noqa: B023
                 # botocore itself turns what is no XML into a 500.
                 pytest.raises(StorageError, match=r"IsTruncated|500"),
             ):

@@ -13,6 +13,7 @@ from pannier.common.daemon_process import is_supervised
 from pannier.common.daemon_record import DaemonRecord, read
 from pannier.supervisor.runtime_directory import AlreadyRunningError, RuntimeDirectory
 from pannier.supervisor.up import stop
+from support.actors.scripted_sidecar import wait_until
 
 DAYS_S = 10 * 86_400
 
@@ -106,7 +107,7 @@ def test_a_supervisor_that_has_given_up_its_lock_has_not_exited_yet(tmp_path: Pa
             assert process.stdout.readline() == "published\n"
             with pytest.raises(TimeoutError, match=rf"process {process.pid}.* have not exited"):
                 stop(path, timeout_s=1.0)
-            assert not is_supervised(path)
+            wait_until(lambda: not is_supervised(path))
         finally:
             process.kill()
     assert not stop(path, timeout_s=1.0)
