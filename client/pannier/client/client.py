@@ -312,6 +312,8 @@ class Client(Reader):
         swapped) must wait for the handle's ``staging_completion``. An earlier change that torch's
         version counters show fails the save.
 
+        A client forgets it when it is closed: with the default client, call it again after ``close()``.
+
         Args:
             optimizer: the one that the loop steps. Its tensors are looked up at each save.
             wait: False: steps don't wait; the loop itself waits for ``staging_completion``.

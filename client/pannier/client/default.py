@@ -17,6 +17,7 @@ from pannier.client.user_errors import at_call
 from pannier.wire.errors import ConfigurationError
 
 _P = ParamSpec("_P")
+_S = TypeVar("_S")
 _T = TypeVar("_T")
 
 _default: Client | None = None
@@ -97,28 +98,38 @@ def _start_daemons(no_dist: bool) -> None:
     default_client().memberships.of(no_dist).sidecar()
 
 
-def _of_default(method: Callable[Concatenate[Client, _P], _T]) -> Callable[_P, _T]:
-    """The method of the default client, as a function with its signature and documentation."""
+def _function(
+    method: Callable[Concatenate[_S, _P], _T], owner: Callable[[], _S]
+) -> Callable[_P, _T]:
+    """The method of ``owner()``, as a function of this module with the method's signature and documentation."""
 
     @functools.wraps(method)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return method(default_client(), *args, **kwargs)
+        return method(owner(), *args, **kwargs)
 
     signature = inspect.signature(method)
     _, *own = signature.parameters.values()
     call.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+    # Pickles name it by these.
+    call.__module__, call.__qualname__ = __name__, call.__name__
     return call
 
 
-async_save: Final = _of_default(Client.async_save)
-save: Final = _of_default(Client.save)
-prepare: Final = _of_default(Client.prepare)
-guard: Final = _of_default(Client.guard)
-wait_all: Final = _of_default(Client.wait_all)
-advice: Final = _of_default(Client.advice)
+async_save: Final = _function(Client.async_save, default_client)
+save: Final = _function(Client.save, default_client)
+prepare: Final = _function(Client.prepare, default_client)
+guard: Final = _function(Client.guard, default_client)
+wait_all: Final = _function(Client.wait_all, default_client)
+advice: Final = _function(Client.advice, default_client)
 
 _reader: Final = Reader(_settings, raise_unretrieved, _start_daemons)
-load: Final = _reader.load
-latest: Final = _reader.latest
-list: Final = _reader.list
-read_extra_file: Final = _reader.read_extra_file
+
+
+def _default_reader() -> Reader:
+    return _reader
+
+
+load: Final = _function(Reader.load, _default_reader)
+latest: Final = _function(Reader.latest, _default_reader)
+list: Final = _function(Reader.list, _default_reader)
+read_extra_file: Final = _function(Reader.read_extra_file, _default_reader)

@@ -176,8 +176,9 @@ class Ingest:
 
         Raises:
             InvalidRequestError: files are missing, incomplete or of other sizes.
+            BusyError: the spool has no room now for files that come with it.
             IntegrityError: a checksum differs; the save has failed.
-            SaveAbortedError: the save has ended.
+            SaveAbortedError: the save has ended, or can never fit into the spool.
             PannierError: it can't be recorded; the save has failed.
         """
         limits.check_hand_over(request)
@@ -316,7 +317,9 @@ class Ingest:
 
         Raises:
             BusyError: the spool has no room now.
-            InvalidRequestError, IntegrityError: a file isn't what was announced; the save has failed.
+            SaveAbortedError: the save has ended, or can never fit into the spool.
+            InvalidRequestError: a file isn't what was announced.
+            IntegrityError: a checksum differs; the save has failed.
         """
         announced = {file.name: file for file in request.files}
         for inlined in request.inlined:
@@ -331,15 +334,16 @@ class Ingest:
             self._check_size(header, rank, file, label)
             if file is None:
                 _check_file_count(rank, label)
+                await self.check_room(rank, header)
                 file = await self._add_file(rank, header, await self._take(rank, header.size))
             if file.complete:
                 continue
-            writer = object()
-            held = await file.begin(writer, lambda: None)
-            if held:
+            if file.held:
                 raise InvalidRequestError(
-                    f"{label} is inlined, but {held} bytes of it were streamed"
+                    f"{label} is inlined, but {file.held} bytes of it were streamed"
                 )
+            writer = object()
+            await file.begin(writer, lambda: None)
             crc = announced[inlined.name].crc32c
             try:
                 await file.append(writer, ReceivedChunk(0, crc, memoryview(inlined.data)))

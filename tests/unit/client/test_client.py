@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import os
+import pickle
 import re
 import signal
 import threading
@@ -237,7 +238,10 @@ def test_the_functions_take_torchs_keywords_and_the_clients() -> None:
         )
         assert second.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     # Also when the modules of these names were imported.
-    assert inspect.isroutine(importlib.import_module("pannier.client").load)
+    load = importlib.import_module("pannier.client").load
+    assert inspect.isfunction(load)
+    # As for a process that is spawned.
+    assert pickle.loads(pickle.dumps(load)) is load
     assert all(hasattr(client_package, name) for name in client_package.__all__)
 
 
@@ -892,6 +896,37 @@ def test_close_waits_until_ingested_and_handles_still_resolve(
     wait_until(lambda: session.is_closed)
     with pytest.raises(InvalidRequestError, match="closed"):
         client.async_save(state(), checkpoint_id="/x/y")
+
+
+def test_a_close_waits_for_a_save_that_is_still_planned_or_staged(
+    client: Client, sidecar: ScriptedSidecar
+) -> None:
+    go_on = threading.Event()
+    sidecar.on["Plan"] = lambda _: go_on.wait(BOUND_S)  # type: ignore[assignment]
+    handles: list[Any] = []
+
+    def save() -> None:
+        handles.append(client.async_save(state(), checkpoint_id="/x/y"))
+
+    saving, closing = threading.Thread(target=save), threading.Thread(target=client.close)
+    saving.start()
+    sidecar.wait_for(lambda: bool(sidecar.asked(sidecar_pb2.PlanRequest)))
+    closing.start()
+    wait_until(lambda: is_refused(client))
+    go_on.set()
+    saving.join(BOUND_S)
+    closing.join(BOUND_S)
+    (handle,) = handles
+    assert handle.result(BOUND_S).checkpoint_id == "/x/y"
+
+
+def is_refused(client: Client) -> bool:
+    """Whether a close has begun, which refuses saves to come."""
+    try:
+        client._ending.check_open()
+    except InvalidRequestError:
+        return True
+    return False
 
 
 def test_a_save_that_a_close_overtakes_is_refused(

@@ -102,21 +102,19 @@ class Caller:
             planned = _plan_ahead(call, state_dict, planner)
             sidecar = call.member.sidecar()
             context = call.context(sidecar)
-            save.connected(sidecar, context)
+            save.connected(sidecar, context, self._check_open)
 
             def open_save() -> None:
-                engine().call(save.open)
-                # Again: a close() that has begun since the call did doesn't wait for it.
-                self._check_open()
-
-            if not self._saves.idle:
-                # Before a `state_dict()` is called, whose copies a save that waits, or is skipped, needn't hold.
                 wait.change(
                     lambda: f"room, which PANNIER_MAX_IN_FLIGHT earlier saves hold: {self._saves}",
                     save_pb2.WAIT_REASON_ROOM,
                 )
+                engine().call(save.open)
+                wait.change(lambda: save.waiting_on or _plan(), save_pb2.WAIT_REASON_PLAN)
+
+            if not self._saves.idle:
+                # Before a `state_dict()` is called, whose copies a save that waits, or is skipped, needn't hold.
                 open_save()
-            wait.change(lambda: save.waiting_on or _plan(), save_pb2.WAIT_REASON_PLAN)
             spec = planned or plan_cache.save_spec(context, state_dict, planner)
 
             def request_plan(run: PlannerRun) -> plan_pb2.FinalPlan:
@@ -149,7 +147,6 @@ class Caller:
             arena = engine().call(
                 lambda: save.acquire(attempt, plan_id, sizes, unconfirmed, drop_part)
             )
-            self._check_open()
         staged = plan.stage(arena, devices)
         save.deferred = staged.deferred
         staged = add_extra_files(staged, context.rank, extra_files)

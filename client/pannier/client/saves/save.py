@@ -73,6 +73,7 @@ class Save:
         """Gets the save; from :meth:`connected` on."""
         self.context: sidecar_pb2.SaveContext
         """What every message of this save carries; from :meth:`connected` on."""
+        self._check_open: Callable[[], None] = lambda: None
         self._resolver: Resolver | None = None
         self._times = PhaseTimes()
         self._plan: PlanInUse | None = None
@@ -90,9 +91,18 @@ class Save:
 
     # The thread of the call.
 
-    def connected(self, sidecar: SidecarClient, context: sidecar_pb2.SaveContext) -> None:
-        """The sidecar is known, to which the call may have waited to be connected."""
-        self.sidecar, self.context = sidecar, context
+    def connected(
+        self,
+        sidecar: SidecarClient,
+        context: sidecar_pb2.SaveContext,
+        check_open: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The sidecar is known, to which the call may have waited to be connected.
+
+        Args:
+            check_open: raises once a close of the client has begun, which doesn't wait for saves to come.
+        """
+        self.sidecar, self.context, self._check_open = sidecar, context, check_open
         self._times.begin()
 
     def end_call(self, error: BaseException | None = None) -> None:
@@ -131,14 +141,19 @@ class Save:
 
         Raises:
             SaveSkippedError, BusyError, DeadlineError: see :meth:`pannier.client.saves.saves.Saves.admit`.
+            InvalidRequestError: the client is closed, or about to be.
         """
         if self._resolver is not None:
             return
         began = time.monotonic()
         await self._saves.admit(self)
-        if self.is_dropped:
+        try:
+            if self.is_dropped:
+                raise DroppedError
+            self._check_open()
+        except Exception:
             self._saves.release(self)
-            raise DroppedError
+            raise
         self._times.waited(time.monotonic() - began)
         text = object_names.save_text(self.context.save)
         self._resolver = Resolver(SaveHandle(text, self.context.checkpoint_id))

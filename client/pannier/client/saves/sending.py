@@ -206,9 +206,6 @@ def _seal(mapped: Mapping[str, SpoolMapping]) -> None:
         mapping.seal()
 
 
-_log = logging.getLogger(__name__)
-
-
 class Streams:
     """One try of a save to send its files that aren't mapped; their records have checksums once the sidecar holds them.
 
