@@ -4,6 +4,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,10 @@ class LateHandOver:
         fail = SidecarClient.fail
 
         async def hand_over(
-            session: SidecarClient, request: sidecar_pb2.HandOverRequest, timeout: float
+            session: SidecarClient,
+            request: sidecar_pb2.HandOverRequest,
+            timeout: float,
+            on_try: Any,
         ) -> None:
             if request.context.checkpoint_id == self.checkpoint_id:
                 self._request = session, request

@@ -6,7 +6,7 @@ from pathlib import Path
 from support.processes.cli import run_python
 from support.processes.daemons import Daemons, clean_environment
 
-MOST_MODULES = 38
+MOST_MODULES = 40
 """Of the client, from the call to the commit."""
 
 TRAINER = """

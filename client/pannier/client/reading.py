@@ -47,6 +47,7 @@ class Reader:
         self._raise_unretrieved = raise_unretrieved
         self._start_daemons = start_daemons
 
+    @at_call
     def load(
         self,
         state_dict: dict[str, Any],
@@ -121,6 +122,7 @@ class Reader:
             finish_ingested=self._ingested(no_dist).finish_one,
         )
 
+    @at_call
     def latest(
         self,
         root: str | os.PathLike[str],

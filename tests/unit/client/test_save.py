@@ -284,12 +284,17 @@ class Mapped:
         """Nothing is mapped here."""
 
 
-def begin_mapped(session: SidecarClient, monkeypatch: pytest.MonkeyPatch, *sizes: int) -> Save:
+def begin_mapped(
+    session: SidecarClient,
+    monkeypatch: pytest.MonkeyPatch,
+    *sizes: int,
+    on_busy: str = "wait",
+) -> Save:
     """A save with one mapped file, and others of these sizes."""
     mapping: Any = Mapped()
     monkeypatch.setattr(sending, "mapped_files", lambda staged: {"f0": mapping})
     monkeypatch.setattr(save_module, "mapped_files", lambda staged: {"f0": mapping})
-    save = opened(session, Options(Deadline(60)), Saves(1))
+    save = opened(session, Options(Deadline(60), on_busy), Saves(1))
     arena = engine().call(lambda: save.acquire(ATTEMPT, "p1", []))
     files = [File(f"f{index}", size) for index, size in enumerate((3 << 20, *sizes))]
     save.staged(Staged(files, arena=arena))
@@ -331,6 +336,24 @@ def test_what_a_hand_over_could_not_bring_is_streamed(
     assert (len(first.inlined), len(second.inlined)) == (1, 0)
     # A spool that is full has taken the mapped files nevertheless; one that has forgotten them gets them as bytes.
     assert len(second.mapped) == (1 if isinstance(error, BusyError) else 0)
+
+
+def test_a_full_spool_leaves_no_doubt_whether_a_save_was_handed_over(
+    session: SidecarClient, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the coordinator, which can't be reached either, never decides it."""
+
+    def full(_: Any) -> None:
+        raise BusyError("spool full")
+
+    async def lost(*_: Any) -> None:
+        raise UnavailableError("no coordinator")
+
+    sidecar.on.update({"HandOver": full, "Write": full})
+    monkeypatch.setattr(SidecarClient, "fail", lost)
+    monkeypatch.setattr(timeouts, "CAUSES_S", 0.2)
+    with pytest.raises(SaveAbortedError, match="spool full"):
+        begin_mapped(session, monkeypatch, 1000, on_busy="raise").handle.result(BOUND_S)
 
 
 def test_a_file_that_cannot_be_sent_ends_the_save_on_all_ranks(

@@ -42,7 +42,6 @@ from pannier.client.restore.load_result import (
     to_json,
 )
 from pannier.client.restore.sources import Sharing
-from pannier.client.user_errors import at_call
 from pannier.client.xla import planners, runtime
 from pannier.common import timeouts
 from pannier.common.save_interval import RECENT
@@ -100,7 +99,6 @@ def recent_seconds() -> list[float]:
     return list(_recent_s)
 
 
-@at_call
 def load(
     state_dict: dict[str, Any],
     storage_reader: StorageReader | None = None,

@@ -21,7 +21,6 @@ from pannier.client.ranks.group_store import GroupStore, join_start
 from pannier.client.ranks.rank_hosts import default_hosts
 from pannier.client.ranks.rank_problem import Problem
 from pannier.client.resume.ingested_saves import IngestedSaves
-from pannier.client.user_errors import at_call
 from pannier.common import timeouts
 from pannier.common.deadline import Deadline
 from pannier.common.locations import CHILDREN, Pattern, absolute
@@ -33,7 +32,6 @@ _KIND: Final = "latest"
 """Of calls that ranks count."""
 
 
-@at_call
 def find_latest(
     root: str | os.PathLike[str],
     *,

@@ -163,10 +163,22 @@ class Sending:
             stalled_s=self._times.stalled_s,
             metrics=self._options.metrics,
         )
+        before, tries = self.is_handed_over, 0
+
+        def begin_try() -> None:
+            nonlocal tries
+            tries += 1
+
         # Both stay after an error: a try that failed or timed out may have arrived, or may arrive later.
         self.is_handed_over = True
         self.gave_files = self.gave_files or bool(mapped)
-        await plan.sidecar.hand_over(request, self._options.deadline.remaining())
+        left_s = self._options.deadline.remaining()
+        try:
+            await plan.sidecar.hand_over(request, left_s, begin_try)
+        except BusyError:
+            # Refused: only another try could arrive later.
+            self.is_handed_over = before or tries > 1
+            raise
         if mapped:
             self._resolver.show(bytes_ingested=staged.bytes)
 

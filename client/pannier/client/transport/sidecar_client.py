@@ -191,12 +191,16 @@ class SidecarClient:
         await self._connection.call_repeatedly("Fail", request, deadline.remaining, deadline)
 
     async def hand_over(
-        self, request: sidecar_pb2.HandOverRequest, timeout: float = timeouts.HAND_OVER_S
+        self,
+        request: sidecar_pb2.HandOverRequest,
+        timeout: float = timeouts.HAND_OVER_S,
+        on_try: Callable[[], object] = lambda: None,
     ) -> None:
-        """Hands over the rank's files, all sent; returns when that is journalled."""
+        """Hands over the rank's files, all sent; returns when that is journalled. ``on_try``: before each try."""
         deadline = Deadline(timeout)
 
         def time_left() -> float:
+            on_try()
             request.save_timeout_s = seconds_left(deadline)
             return min(timeouts.CALL_S, deadline.remaining() + timeouts.ANSWER_SLACK_S)
 
