@@ -5,7 +5,7 @@ loop. The caller protects coroutines that change more than one file or rank from
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from pannier.sidecar.reservations import Reservations
 from pannier.sidecar.save_registry import SaveRegistry
@@ -121,13 +121,17 @@ class Ingest:
                 return file
             if rank.phase not in BEFORE_HAND_OVER:
                 raise InvalidRequestError(f"{label}: the rank was already handed over without it")
-            _check_file_count(rank, label)
-            await self.check_room(rank, header)
+            await self._check_new(rank, header, label)
             reason = header.reason[: limits.MAX_TEXT]
             self._saves.set_transport(rank, f"streamed: {reason}" if reason else "streamed")
             file = await self._add_file(rank, header, await self._take(rank, header.size))
             self._uploads.start(rank, file)
             return file
+
+    async def _check_new(self, rank: RankSave, header: sidecar_pb2.FileHeader, label: str) -> None:
+        """What a file must meet for which the spool's space is taken now; see :meth:`check_room`."""
+        _check_file_count(rank, label)
+        await self.check_room(rank, header)
 
     async def reserve(self, request: sidecar_pb2.ReserveRequest) -> sidecar_pb2.ReserveResponse:
         """Leases files of the spool to a client that will map them.
@@ -279,10 +283,7 @@ class Ingest:
         sizes = {file.name: file.size for file in request.files}
         files = []
         for mapped in request.mapped:
-            object_names.check_data_file(mapped.name, request.attempt, rank.rank)
-            label = f"{mapped.name} of {rank.label}"
-            if mapped.name not in sizes:
-                raise InvalidRequestError(f"{label} is mapped but isn't handed over")
+            label = _check_named(mapped.name, sizes, request.attempt, rank, "mapped")
             header = sidecar_pb2.FileHeader(
                 attempt=request.attempt, name=mapped.name, size=sizes[mapped.name]
             )
@@ -321,20 +322,16 @@ class Ingest:
             InvalidRequestError: a file isn't what was announced.
             IntegrityError: a checksum differs; the save has failed.
         """
-        announced = {file.name: file for file in request.files}
+        crcs = {file.name: file.crc32c for file in request.files}
         for inlined in request.inlined:
-            object_names.check_data_file(inlined.name, request.attempt, rank.rank)
-            label = f"{inlined.name} of {rank.label}"
-            if inlined.name not in announced:
-                raise InvalidRequestError(f"{label} is inlined but isn't handed over")
+            label = _check_named(inlined.name, crcs, request.attempt, rank, "inlined")
             header = sidecar_pb2.FileHeader(
                 attempt=request.attempt, name=inlined.name, size=len(inlined.data)
             )
             file = rank.files.get(inlined.name)
             self._check_size(header, rank, file, label)
             if file is None:
-                _check_file_count(rank, label)
-                await self.check_room(rank, header)
+                await self._check_new(rank, header, label)
                 file = await self._add_file(rank, header, await self._take(rank, header.size))
             if file.complete:
                 continue
@@ -344,9 +341,9 @@ class Ingest:
                 )
             writer = object()
             await file.begin(writer, lambda: None)
-            crc = announced[inlined.name].crc32c
+            chunk = ReceivedChunk(0, crcs[inlined.name], memoryview(inlined.data))
             try:
-                await file.append(writer, ReceivedChunk(0, crc, memoryview(inlined.data)))
+                await file.append(writer, chunk)
             except (InvalidRequestError, IntegrityError) as error:
                 self._saves.fail(rank, failure_kind(error), str(error))
                 raise
@@ -418,6 +415,17 @@ class Ingest:
             )
             self._saves.fail(rank, save_pb2.FAILURE_KIND_INTEGRITY, problem)
             raise IntegrityError(problem)
+
+
+def _check_named(
+    name: str, handed_over: Container[str], attempt: str, rank: RankSave, how: str
+) -> str:
+    """Checks that a file that comes with a hand-over is one of those handed over; its name in messages."""
+    object_names.check_data_file(name, attempt, rank.rank)
+    label = f"{name} of {rank.label}"
+    if name not in handed_over:
+        raise InvalidRequestError(f"{label} is {how} but isn't handed over")
+    return label
 
 
 def _check_file_count(rank: RankSave, label: str) -> None:
